@@ -1,0 +1,88 @@
+# All set-up happens here: a fresh clone needs python3 (3.11 to 3.13), a C++20 compiler and, for
+# CUDA, nvcc. `make gpu` uses the Python it finds, as it is; everything else uses .venv.
+PYTHON ?= python3
+STREAMLAP_CUDA ?= AUTO
+# One configuration serves module and C++ tests; the module's build does not compile the tests.
+STREAMLAP_TESTS ?= ON
+PYTEST_ARGS ?=
+export STREAMLAP_CUDA STREAMLAP_TESTS
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready-$(shell cksum < requirements-dev.txt | cut -d' ' -f1)
+EDITABLE := $(VENV)/editable
+HOST := build/host
+CPP_FILES = find csrc tests/cpp benches -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+CPP_LIST = $(CPP_FILES) 2>/dev/null | sort
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test gpu build build-host lint types format cpp-test py-test wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: build ## build and run the demo on what this machine has
+	$(VENV)/bin/streamlap demo
+
+test: lint types build build-host cpp-test py-test ## everything that CI checks
+
+gpu: export STREAMLAP_CUDA := ON
+gpu: export STREAMLAP_REQUIRE_GPU := 1
+gpu: export CMAKE_CUDA_ARCHITECTURES ?= 90
+gpu: ## on a machine with a GPU: build, C++ tests, GPU tests and demo, in the given PYTHON
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	$(PYTHON) setup.py -q ctest
+	$(PYTHON) -m pytest tests -m gpu --require-gpu -q $(PYTEST_ARGS)
+	$(PYTHON) -m streamlap demo
+
+build: $(READY) ## build the module in place (STREAMLAP_CUDA=AUTO|ON|OFF)
+	$(PY) setup.py -q build_ext --inplace
+	@$(MAKE) -s $(EDITABLE)
+
+build-host: $(READY) ## build the package without CUDA into build/host
+	STREAMLAP_CUDA=OFF $(PY) setup.py -q build --build-lib $(HOST)
+
+lint: $(READY) ## check style and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(CPP_LIST) | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+
+types: $(READY) ## check types
+	$(PY) -m mypy
+
+format: $(READY) ## rewrite the sources in the project's format
+	$(PY) -m ruff check --fix --select I -q .
+	$(PY) -m ruff format .
+	$(CPP_LIST) | xargs -r $(VENV)/bin/clang-format -i
+
+cpp-test: $(READY) ## C++ tests, with CUDA as asked and without
+	$(PY) setup.py -q ctest
+	STREAMLAP_CUDA=OFF $(PY) setup.py -q ctest
+
+py-test: build build-host ## Python tests, and that the module without CUDA loads
+	PYTHONPATH=$(HOST) $(PY) -c 'from streamlap import _native as n; assert "$(HOST)" in n.__file__ and n.cuda_reason()'
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+wheel: $(READY) ## sdist and wheel into dist/
+	STREAMLAP_TESTS=OFF $(PY) -m build --no-isolation --sdist --wheel
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist src/*.egg-info src/streamlap/*.so $(EDITABLE)
+
+$(READY): requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo '$(PYTHON) is no Python 3.11 to 3.13: set PYTHON=/path/to/python3'; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo '$(PYTHON) cannot make virtual environments: install its venv package' \
+	         '(on Debian, python3-venv) or set PYTHON=/path/to/python3'; exit 1; }
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install -q -r requirements-dev.txt
+	@rm -f $(VENV)/ready-* && touch $@
+
+$(EDITABLE): pyproject.toml setup.py src/streamlap/_version.py $(READY)
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@

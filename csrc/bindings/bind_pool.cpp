@@ -1,0 +1,153 @@
+// The pinned pool, and blocks as Python objects that own their memory.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/process.h"
+#include "bindings/types.h"
+
+namespace streamlap::bindings {
+namespace {
+
+// Set by Python: answers [(device, stream handle)], the streams that might still use a block.
+SharedObject& current_streams_hook() {
+  static auto* hook = new SharedObject();
+  return *hook;
+}
+
+// torch tells nobody about work it enqueues on memory it did not allocate. So when a block's last
+// view dies, its last use is taken to be whatever the current streams have been given by then.
+class PyBlock {
+ public:
+  explicit PyBlock(std::unique_ptr<PinnedBlock> block) : block_(std::move(block)) {}
+  PyBlock(const PyBlock&) = delete;
+  PyBlock& operator=(const PyBlock&) = delete;
+  ~PyBlock() {
+    if (process::leaking()) {
+      static_cast<void>(block_.release());
+      return;
+    }
+    if (!current_streams_hook() || !block_->pool().runtime()->uses_device_memory()) return;
+    try {
+      py::object answer = py::reinterpret_borrow<py::object>(current_streams_hook().get())();
+      for (py::handle entry : answer) {
+        auto [device, handle] = entry.cast<std::pair<int, std::uintptr_t>>();
+        block_->record_use({handle, device, StreamKind::compute});
+      }
+    } catch (...) {
+      block_->condemn();
+    }
+  }
+
+  PinnedBlock& block() const { return *block_; }
+
+ private:
+  std::unique_ptr<PinnedBlock> block_;
+};
+
+// Every pool there is, so that a pointer finds its own.
+struct PoolRegistry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<PinnedPool>> pools;
+};
+
+PoolRegistry& registry() {
+  static auto* made = new PoolRegistry();
+  return *made;
+}
+
+std::shared_ptr<PinnedPool> make_pool(const std::shared_ptr<Runtime>& runtime, std::size_t limit) {
+  auto pool = std::make_shared<PinnedPool>(runtime, limit);
+  std::lock_guard lock(registry().mutex);
+  std::erase_if(registry().pools, [](const auto& other) { return other.expired(); });
+  registry().pools.push_back(pool);
+  return pool;
+}
+
+bool record_use(std::uintptr_t pointer, const PyStream& stream) {
+  GilRelease released;
+  std::vector<std::shared_ptr<PinnedPool>> pools;
+  {
+    std::lock_guard lock(registry().mutex);
+    for (const auto& pool : registry().pools) {
+      if (auto alive = pool.lock(); alive && alive->runtime() == stream.runtime) {
+        pools.push_back(std::move(alive));
+      }
+    }
+  }
+  return std::any_of(pools.begin(), pools.end(), [&](const auto& pool) {
+    return pool->record_use(reinterpret_cast<const void*>(pointer), stream.ref);
+  });
+}
+
+std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
+  std::unique_ptr<PinnedBlock> block;
+  wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+    const auto until = std::chrono::steady_clock::now() + slice;
+    while (!(block = pool.try_allocate(bytes)) && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return block != nullptr;
+  });
+  return std::make_unique<PyBlock>(std::move(block));
+}
+
+py::dict stats(PinnedPool& pool) {
+  PoolStats found;
+  {
+    GilRelease released;
+    found = pool.stats();
+  }
+  py::dict answer;
+  answer["limit"] = found.limit;
+  answer["reserved"] = found.reserved;
+  answer["live"] = found.live;
+  answer["in_flight"] = found.in_flight;
+  answer["cached"] = found.cached;
+  answer["waste"] = found.waste;
+  answer["peak"] = found.peak;
+  answer["live_blocks"] = found.live_blocks;
+  answer["hits"] = found.hits;
+  answer["misses"] = found.misses;
+  return answer;
+}
+
+}  // namespace
+
+void bind_pool(py::module_& module) {
+  py::class_<PyBlock>(module, "Block", py::buffer_protocol())
+      .def_property_readonly("address",
+                             [](const PyBlock& self) {
+                               return reinterpret_cast<std::uintptr_t>(self.block().data());
+                             })
+      .def_property_readonly("nbytes", [](const PyBlock& self) { return self.block().requested(); })
+      .def_property_readonly("capacity", [](const PyBlock& self) { return self.block().capacity(); })
+      .def_buffer([](PyBlock& self) {
+        return py::buffer_info(self.block().data(), 1, py::format_descriptor<std::uint8_t>::format(),
+                               static_cast<py::ssize_t>(self.block().requested()));
+      });
+
+  py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "Pool")
+      .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"))
+      .def_property_readonly_static(
+          "smallest_block", [](const py::object&) { return PinnedPool::smallest_block; })
+      .def("allocate", &allocate)
+      .def("stats", &stats)
+      .def("trim",
+           [](PinnedPool& self) {
+             GilRelease released;
+             return self.trim();
+           })
+      .def_property_readonly("runtime", &PinnedPool::runtime)
+      .def_property("limit", &PinnedPool::limit, &PinnedPool::set_limit)
+      .def_static("size_class", &PinnedPool::size_class);
+
+  module.def("record_use", &record_use);
+  module.def("set_current_streams_hook",
+             [](const py::object& hook) { current_streams_hook() = share(hook); });
+}
+
+}  // namespace streamlap::bindings

@@ -1,0 +1,208 @@
+// Runtimes, streams, events and gates.
+#include <pybind11/stl.h>
+
+#include <thread>
+
+#include "base/process.h"
+#include "bindings/types.h"
+#include "bindings/watch.h"
+#include "runtime/worker.h"
+
+namespace streamlap::bindings {
+namespace {
+
+constexpr Site site_python{"python.runtime"};
+
+StreamKind kind_from_name(const std::string& name) {
+  if (name == "compute") return StreamKind::compute;
+  if (name == "copy") return StreamKind::copy;
+  if (name == "host") return StreamKind::host;
+  throw Error(ErrorKind::invalid_argument,
+              "unknown kind of stream '" + name + "': compute, copy or host");
+}
+
+// Runtimes live to the end of the process: workers and driver handles must not be torn down by
+// static destruction.
+std::shared_ptr<Runtime>& host_runtime_slot() {
+  static auto* runtime = new std::shared_ptr<Runtime>(make_host_runtime());
+  return *runtime;
+}
+
+std::shared_ptr<Runtime>& cuda_runtime_slot() {
+  static auto* runtime = new std::shared_ptr<Runtime>();
+  return *runtime;
+}
+
+std::shared_ptr<Runtime> cuda_runtime() {
+  static std::mutex mutex;
+  GilRelease released;
+  std::lock_guard lock(mutex);
+  if (!cuda_runtime_slot()) cuda_runtime_slot() = make_cuda_runtime();
+  return cuda_runtime_slot();
+}
+
+void sync_stream(const PyStream& stream) {
+  EventPtr event = stream.runtime->event_create(stream.ref.device);
+  stream.runtime->event_record(*event, stream.ref, site_python);
+  try {
+    wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+      return stream.runtime->event_sync_for(*event, slice, site_python);
+    });
+  } catch (const PythonError&) {
+    // Thrown again below, by the call that takes the error off the stream.
+  } catch (const Error&) {
+  }
+  GilRelease released;
+  stream.runtime->stream_sync(stream.ref, site_python);
+}
+
+py::dict probe() {
+  CudaProbe found;
+  {
+    GilRelease released;
+    found = probe_cuda();
+  }
+  py::dict answer;
+  answer["built"] = found.built;
+  answer["devices"] = found.devices;
+  answer["driver_version"] = found.driver_version;
+  answer["runtime_version"] = found.runtime_version;
+  answer["architectures"] = found.architectures;
+  answer["reason"] = found.reason;
+  return answer;
+}
+
+// Waits until what this process started is idle, then lets everything leak. For the exit handler.
+bool shutdown(double timeout) {
+  bool idle = false;
+  process::mark_ending();
+  if (!process::forked()) {
+    std::vector<std::shared_ptr<Runtime>> runtimes{host_runtime_slot(), cuda_runtime_slot()};
+    GilRelease released;
+    const double deadline = steady_seconds() + timeout;
+    do {
+      idle = true;
+      for (const auto& runtime : runtimes) idle = idle && (!runtime || runtime->idle());
+      if (!idle) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    } while (!idle && steady_seconds() < deadline);
+  }
+  process::mark_closing();
+  if (!process::forked()) Watch::instance().stop();
+  return idle;
+}
+
+}  // namespace
+
+const char* kind_name(StreamKind kind) {
+  switch (kind) {
+    case StreamKind::copy:
+      return "copy";
+    case StreamKind::host:
+      return "host";
+    case StreamKind::compute:
+      break;
+  }
+  return "compute";
+}
+
+void bind_runtime(py::module_& module) {
+  py::class_<PyStream>(module, "Stream")
+      .def_property_readonly("device", [](const PyStream& self) { return self.ref.device; })
+      .def_property_readonly("kind", [](const PyStream& self) { return kind_name(self.ref.kind); })
+      .def_property_readonly("handle", [](const PyStream& self) { return self.ref.handle; })
+      .def_property_readonly("runtime", [](const PyStream& self) { return self.runtime; })
+      .def("synchronize", &sync_stream)
+      .def("idle",
+           [](const PyStream& self) {
+             GilRelease released;
+             return self.runtime->stream_idle(self.ref);
+           })
+      .def("capturing", [](const PyStream& self) { return self.runtime->stream_capturing(self.ref); })
+      .def("launch",
+           [](const PyStream& self, const py::object& callable) {
+             auto task = as_task(callable);
+             GilRelease released;
+             self.runtime->launch(std::move(task), self.ref);
+           })
+      .def("reset_error",
+           [](const PyStream& self) {
+             GilRelease released;
+             self.runtime->stream_reset_error(self.ref);
+           })
+      .def("gate",
+           [](const PyStream& self) {
+             GilRelease released;
+             return self.runtime->gate(self.ref);
+           })
+      .def("record",
+           [](const PyStream& self, bool timed) {
+             GilRelease released;
+             PyEvent event{self.runtime, self.runtime->event_create(self.ref.device, timed)};
+             self.runtime->event_record(*event.event, self.ref, site_python);
+             return event;
+           },
+           py::arg("timed") = false)
+      .def("wait", [](const PyStream& self, const PyEvent& event) {
+        GilRelease released;
+        self.runtime->stream_wait(self.ref, *event.event, site_python);
+      });
+
+  py::class_<PyEvent>(module, "Event")
+      .def("done",
+           [](const PyEvent& self) {
+             GilRelease released;
+             return self.runtime->event_query(*self.event);
+           })
+      .def("synchronize",
+           [](const PyEvent& self, std::optional<double> timeout) {
+             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+               return self.runtime->event_sync_for(*self.event, slice, site_python);
+             });
+           },
+           py::arg("timeout") = py::none())
+      .def("elapsed", [](const PyEvent& begin, const PyEvent& end) {
+        return begin.runtime->event_elapsed(*begin.event, *end.event);
+      });
+
+  py::class_<Gate>(module, "Gate").def("open", &Gate::open).def_property_readonly("timed_out", &Gate::timed_out);
+
+  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+      .def_property_readonly("name", &Runtime::name)
+      .def_property_readonly("device_count", &Runtime::device_count)
+      .def_property_readonly("uses_device_memory", &Runtime::uses_device_memory)
+      .def("stream",
+           [](const std::shared_ptr<Runtime>& self, int device, const std::string& kind,
+              bool high_priority) {
+             StreamKind wanted = kind_from_name(kind);
+             GilRelease released;
+             return PyStream{self, self->stream_create(device, wanted, high_priority)};
+           },
+           py::arg("device"), py::arg("kind"), py::arg("high_priority") = false)
+      .def("adopt",
+           [](const std::shared_ptr<Runtime>& self, int device, std::uintptr_t handle) {
+             return PyStream{self, StreamRef{handle, device, StreamKind::compute}};
+           },
+           py::arg("device"), py::arg("handle"))
+      .def("synchronize",
+           [](Runtime& self, int device) {
+             GilRelease released;
+             self.device_sync(device);
+           })
+      .def("idle",
+           [](Runtime& self) {
+             GilRelease released;
+             return self.idle();
+           })
+      .def("now", &Runtime::now);
+
+  module.def("host_runtime", [] { return host_runtime_slot(); });
+  module.def("cuda_runtime", &cuda_runtime);
+  module.def("cuda_probe", &probe);
+  module.def("cuda_reason", [] { return probe_cuda().reason; });
+  module.def("shutdown", &shutdown);
+  module.def("ending", &process::ending);
+  module.def("closing", &process::closing);
+  module.def("require_usable", &process::require_usable);
+}
+
+}  // namespace streamlap::bindings

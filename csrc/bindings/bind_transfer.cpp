@@ -1,0 +1,178 @@
+// Copy engines, transfers, and the thread that watches them.
+#include <pybind11/stl.h>
+
+#include "base/process.h"
+#include "bindings/types.h"
+#include "bindings/watch.h"
+
+namespace streamlap::bindings {
+namespace {
+
+// Hands a transfer that is still in flight to the engine when Python lets go of it.
+class PyTransfer {
+ public:
+  PyTransfer(std::shared_ptr<CopyEngine> engine, std::shared_ptr<Transfer> transfer)
+      : engine_(std::move(engine)), transfer_(std::move(transfer)) {}
+  PyTransfer(const PyTransfer&) = delete;
+  PyTransfer& operator=(const PyTransfer&) = delete;
+  ~PyTransfer() {
+    if (process::leaking()) {
+      new std::shared_ptr<Transfer>(std::move(transfer_));
+      return;
+    }
+    bool done = false;
+    try {
+      done = transfer_->done();
+    } catch (...) {
+      // Whether its memory is out of use is for the engine to say.
+    }
+    if (!done) Watch::instance().abandon(*engine_, std::move(transfer_));
+  }
+
+  const std::shared_ptr<CopyEngine>& engine() const { return engine_; }
+  const std::shared_ptr<Transfer>& get() const { return transfer_; }
+
+ private:
+  std::shared_ptr<CopyEngine> engine_;
+  std::shared_ptr<Transfer> transfer_;
+};
+
+std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime) {
+  static std::mutex mutex;
+  static auto* engines = new std::map<Runtime*, std::shared_ptr<CopyEngine>>();
+  std::lock_guard lock(mutex);
+  auto& slot = (*engines)[runtime.get()];
+  if (!slot) slot = std::make_shared<CopyEngine>(runtime);
+  return slot;
+}
+
+using PyItem = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size_t, py::object>;
+
+std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, int device,
+                                   bool to_device, const std::vector<PyItem>& items,
+                                   const std::vector<const PyStream*>& after, std::size_t chunk_bytes,
+                                   bool from_host_stream, const py::object& finish, bool open_ended,
+                                   const py::object& keep_source, const py::object& keep_destination) {
+  TransferRequest request;
+  request.device = device;
+  request.direction = to_device ? Direction::to_device : Direction::to_host;
+  request.items.reserve(items.size());
+  for (const auto& [dst, src, bytes, element, body] : items) {
+    request.items.push_back({reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes,
+                             element, body.is_none() ? nullptr : as_task(body)});
+  }
+  for (const PyStream* stream : after) request.after.push_back(stream->ref);
+  request.policy.chunk_bytes = chunk_bytes;
+  request.from_host_stream = from_host_stream;
+  if (!finish.is_none()) request.finish = as_task(finish);
+  request.open_ended = open_ended;
+  request.keep_source = share(keep_source);
+  request.keep_destination = share(keep_destination);
+  std::shared_ptr<Transfer> transfer;
+  {
+    GilRelease released;
+    transfer = engine->submit(std::move(request));
+  }
+  return std::make_unique<PyTransfer>(engine, std::move(transfer));
+}
+
+// Blocks until the copies are issued, so that a stream can be made to wait for them.
+void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
+  Transfer& transfer = *self.get();
+  const bool on_host = transfer.waits_on_host();
+  wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+    return on_host ? transfer.sync_for(slice) : transfer.issued_for(slice);
+  });
+  GilRelease released;
+  transfer.stream_wait(stream.ref);
+}
+
+}  // namespace
+
+void bind_transfer(py::module_& module) {
+  py::class_<PyTransfer>(module, "Transfer")
+      .def("done",
+           [](const PyTransfer& self) {
+             GilRelease released;
+             return self.get()->done();
+           })
+      .def("sync",
+           [](const PyTransfer& self, std::optional<double> timeout) {
+             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+               return self.get()->sync_for(slice);
+             });
+           },
+           py::arg("timeout") = py::none())
+      .def("leaf_sync",
+           [](const PyTransfer& self, std::size_t leaf, std::optional<double> timeout) {
+             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+               return self.get()->leaf_sync_for(leaf, slice);
+             });
+           },
+           py::arg("leaf"), py::arg("timeout") = py::none())
+      .def("chunk_sync",
+           [](const PyTransfer& self, std::size_t chunk) {
+             return wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+               return self.get()->chunk_sync_for(chunk, slice);
+             });
+           })
+      .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
+      .def("wait_on_stream", &wait_on_stream)
+      .def("elapsed", [](const PyTransfer& self) { return self.get()->elapsed(); })
+      .def("interval", [](const PyTransfer& self) { return self.get()->interval(); })
+      .def("chunks",
+           [](const PyTransfer& self) {
+             py::list answer;
+             for (const Chunk& chunk : self.get()->plan().chunks) {
+               answer.append(py::make_tuple(chunk.leaf, chunk.offset, chunk.bytes));
+             }
+             return answer;
+           })
+      .def("release_source", [](const PyTransfer& self) { self.get()->release_source(); })
+      .def("release_all", [](const PyTransfer& self) { self.get()->release_all(); })
+      .def("watch", [](const PyTransfer& self, const py::object& token) {
+        Watch::instance().add(self.get(), share(token));
+      });
+
+  py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(module, "Engine")
+      .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"), py::arg("items"),
+           py::arg("after"), py::arg("chunk_bytes"), py::arg("from_host_stream") = false,
+           py::arg("finish") = py::none(), py::arg("open_ended") = false, py::arg("keep_source"),
+           py::arg("keep_destination"))
+      .def("complete",
+           [](CopyEngine& self, const PyTransfer& transfer, const PyStream& stream) {
+             GilRelease released;
+             self.complete(*transfer.get(), stream.ref);
+           })
+      .def("copy_stream",
+           [](CopyEngine& self, int device, bool to_device) {
+             GilRelease released;
+             return PyStream{self.runtime(),
+                             self.copy_stream(device, to_device ? Direction::to_device
+                                                                : Direction::to_host)};
+           },
+           py::arg("device"), py::arg("to_device"))
+      .def("abandoned", [](CopyEngine& self) {
+        GilRelease released;
+        return self.reap();
+      });
+
+  module.def("engine", &engine_of);
+  module.def("watch_next", [] { return Watch::instance().next(); });
+  module.def(
+      "plan_chunks",
+      [](const std::vector<std::pair<std::size_t, std::size_t>>& leaves, std::size_t chunk_bytes) {
+        std::vector<LeafExtent> extents;
+        for (auto [bytes, element] : leaves) extents.push_back({bytes, element});
+        ChunkPolicy policy;
+        policy.chunk_bytes = chunk_bytes;
+        std::vector<std::tuple<std::size_t, std::size_t, std::size_t>> answer;
+        for (const Chunk& chunk : plan_chunks(extents, policy).chunks) {
+          answer.emplace_back(chunk.leaf, chunk.offset, chunk.bytes);
+        }
+        return answer;
+      },
+      py::arg("leaves"), py::arg("chunk_bytes"));
+}
+
+}  // namespace streamlap::bindings

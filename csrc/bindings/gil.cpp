@@ -1,0 +1,57 @@
+#include "bindings/gil.h"
+
+#include <unistd.h>
+
+#include "base/process.h"
+#include "bindings/watch.h"
+
+namespace streamlap::bindings {
+
+bool interpreter_ending() noexcept {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+void park_thread() noexcept {
+  for (;;) pause();
+}
+
+SharedObject share(py::handle object) {
+  object.inc_ref();
+  return SharedObject(object.ptr(), [](PyObject* pointer) {
+    if (process::leaking() || interpreter_ending()) return;
+    if (PyGILState_Check() != 0) {
+      Py_DECREF(pointer);
+    } else {
+      Watch::instance().drop_later(pointer);
+    }
+  });
+}
+
+std::function<void()> as_task(const py::object& callable) {
+  return [shared = share(callable)] {
+    if (process::closing()) return;
+    GilAcquire gil;
+    PyObject* answer = PyObject_CallNoArgs(shared.get());
+    if (answer != nullptr) {
+      Py_DECREF(answer);
+      return;
+    }
+    PyObject* type = nullptr;
+    PyObject* value = nullptr;
+    PyObject* traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+    PythonError error{share(value)};
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    throw error;
+  };
+}
+
+}  // namespace streamlap::bindings

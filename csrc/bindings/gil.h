@@ -1,0 +1,100 @@
+// The rules for the interpreter's lock, in one place.
+//
+//   * It is released around every call that may wait, and waits are sliced so that Ctrl-C arrives.
+//   * No destructor ever takes it: a Python reference that dies without it is handed to the watch
+//     thread (see watch.h), so that no lock of ours is ever held while waiting for the interpreter.
+//   * A thread that would take it while the interpreter goes down is parked for good instead:
+//     Python would end the thread by unwinding through code that must not be unwound.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+
+namespace streamlap::bindings {
+
+namespace py = pybind11;
+
+bool interpreter_ending() noexcept;
+[[noreturn]] void park_thread() noexcept;
+
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() noexcept(false) {
+    if (interpreter_ending()) park_thread();
+    PyEval_RestoreThread(state_);
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+class GilAcquire {
+ public:
+  GilAcquire() {
+    if (interpreter_ending()) park_thread();
+    state_ = PyGILState_Ensure();
+  }
+  ~GilAcquire() { PyGILState_Release(state_); }
+  GilAcquire(const GilAcquire&) = delete;
+  GilAcquire& operator=(const GilAcquire&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// A Python reference that C++ code may hold and drop anywhere.
+using SharedObject = std::shared_ptr<PyObject>;
+SharedObject share(py::handle object);
+
+// A Python exception on its way through C++ threads; it may be thrown many times.
+struct PythonError {
+  SharedObject value;
+};
+
+// A callable for a worker thread. Exceptions come out as PythonError.
+std::function<void()> as_task(const py::object& callable);
+
+// Calls `wait(slice)` without the lock until it answers true (then true) or `timeout` seconds have
+// passed (then false). Signal handlers run between slices; what they raise is thrown.
+template <class Wait>
+bool wait_sliced(std::optional<double> timeout, Wait&& wait) {
+  using clock = std::chrono::steady_clock;
+  constexpr std::chrono::nanoseconds slice = std::chrono::milliseconds(50);
+  const auto begin = clock::now();
+  for (;;) {
+    std::chrono::nanoseconds next = slice;
+    if (timeout) {
+      const std::chrono::duration<double> left =
+          std::chrono::duration<double>(*timeout) - (clock::now() - begin);
+      if (left < slice) {
+        next = std::max(std::chrono::nanoseconds(0),
+                        std::chrono::duration_cast<std::chrono::nanoseconds>(left));
+      }
+    }
+    bool done = false;
+    {
+      GilRelease released;
+      done = wait(next);
+    }
+    if (done) return true;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (timeout && std::chrono::duration<double>(clock::now() - begin).count() >= *timeout) {
+      return false;
+    }
+  }
+}
+
+void register_errors();
+void bind_runtime(py::module_& module);
+void bind_pool(py::module_& module);
+void bind_transfer(py::module_& module);
+
+}  // namespace streamlap::bindings

@@ -1,0 +1,114 @@
+#include "bindings/watch.h"
+
+#include <algorithm>
+
+#include "base/process.h"
+
+namespace streamlap::bindings {
+
+Watch& Watch::instance() {
+  static Watch* watch = new Watch();
+  return *watch;
+}
+
+void Watch::add(std::shared_ptr<Transfer> transfer, SharedObject token) {
+  {
+    std::lock_guard lock(mutex_);
+    watched_.push_back({std::move(transfer), std::move(token)});
+  }
+  changed_.notify_one();
+}
+
+void Watch::abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer) {
+  engine.abandon(std::move(transfer));
+  {
+    std::lock_guard lock(mutex_);
+    if (std::find(engines_.begin(), engines_.end(), &engine) == engines_.end()) {
+      engines_.push_back(&engine);
+    }
+    abandoned_ = true;
+  }
+  changed_.notify_one();
+}
+
+void Watch::drop_later(PyObject* object) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    dropped_.push_back(object);
+  } catch (...) {
+    return;  // no memory to remember it by: one reference is lost
+  }
+  changed_.notify_one();
+}
+
+void Watch::stop() noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  changed_.notify_one();
+}
+
+bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& dropped) {
+  std::vector<CopyEngine*> engines;
+  std::vector<Watched> watched;
+  bool stop = false;
+  {
+    std::lock_guard lock(mutex_);
+    engines = engines_;
+    watched.swap(watched_);
+    abandoned_ = false;
+    stop = stopped_;
+  }
+  std::size_t in_flight = 0;
+  for (CopyEngine* engine : engines) in_flight += engine->reap();
+  std::erase_if(watched, [&](Watched& item) {
+    bool over = true;
+    try {
+      over = item.transfer->done();
+    } catch (...) {
+      // Its callback will ask, and be told the error.
+    }
+    if (over) tokens.push_back(std::move(item.token));
+    return over;
+  });
+  std::lock_guard lock(mutex_);
+  for (Watched& item : watched) watched_.push_back(std::move(item));
+  in_flight_ = in_flight > 0;
+  dropped.swap(dropped_);
+  return stop || !tokens.empty() || !dropped.empty();
+}
+
+void Watch::wait(std::chrono::microseconds& nap) {
+  std::unique_lock lock(mutex_);
+  if (stopped_ || !dropped_.empty()) return;
+  if (watched_.empty() && !in_flight_) {
+    nap = std::chrono::microseconds(100);
+    changed_.wait(lock, [this] {
+      return stopped_ || abandoned_ || !dropped_.empty() || !watched_.empty();
+    });
+  } else {
+    changed_.wait_for(lock, nap);
+    nap = std::min(nap * 2, std::chrono::microseconds(1000));
+  }
+}
+
+py::object Watch::next() {
+  std::vector<SharedObject> tokens;
+  std::vector<PyObject*> dropped;
+  bool stop = false;
+  {
+    GilRelease released;
+    std::chrono::microseconds nap(100);
+    while (!collect(tokens, dropped)) wait(nap);
+    std::lock_guard lock(mutex_);
+    stop = stopped_;
+  }
+  for (PyObject* object : dropped) Py_DECREF(object);
+  if (stop && tokens.empty()) return py::none();
+  py::list answer;
+  for (const SharedObject& token : tokens) answer.append(py::handle(token.get()));
+  return answer;
+}
+
+}  // namespace streamlap::bindings

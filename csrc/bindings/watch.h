@@ -1,0 +1,48 @@
+// What streamlap's one background thread of Python waits for: transfers with callbacks, transfers
+// that nobody holds any more, and references that died on threads without the interpreter's lock.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "bindings/gil.h"
+#include "transfer/copy_engine.h"
+
+namespace streamlap::bindings {
+
+class Watch {
+ public:
+  static Watch& instance();  // never destroyed
+
+  // `token` is returned by next() once the transfer is done, with or without an error.
+  void add(std::shared_ptr<Transfer> transfer, SharedObject token);
+  void abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer);
+  void drop_later(PyObject* object) noexcept;
+  // Blocks (lock released) until something is done: the tokens, perhaps none. None after stop().
+  py::object next();
+  void stop() noexcept;
+
+ private:
+  struct Watched {
+    std::shared_ptr<Transfer> transfer;
+    SharedObject token;
+  };
+
+  bool collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& dropped);
+  void wait(std::chrono::microseconds& nap);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Watched> watched_;
+  std::vector<PyObject*> dropped_;
+  std::vector<CopyEngine*> engines_;  // that ever had a transfer abandoned; they live to the end
+  bool abandoned_ = false;            // something was abandoned since the last look
+  bool stopped_ = false;
+  bool in_flight_ = false;  // the last look found abandoned transfers that are not done
+};
+
+}  // namespace streamlap::bindings

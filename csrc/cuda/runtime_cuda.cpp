@@ -1,0 +1,338 @@
+#include "cuda/runtime_cuda.h"
+
+#include <limits>
+#include <thread>
+
+#include "base/process.h"
+#include "cuda/context.h"
+#include "cuda/cuda_event.h"
+#include "cuda/kernels/gate.h"
+#include "runtime/host_gate.h"
+
+namespace streamlap {
+
+using cuda::check;
+using cuda::CudaEvent;
+using cuda::DeviceGuard;
+using cuda::Recording;
+using cuda::RecordingPtr;
+
+namespace {
+
+cudaStream_t native(StreamRef stream) { return reinterpret_cast<cudaStream_t>(stream.handle); }
+
+Worker& worker(StreamRef stream) { return *reinterpret_cast<Worker*>(stream.handle); }
+
+const CudaEvent& cuda_event(const Event& event) { return static_cast<const CudaEvent&>(event); }
+
+std::string where(StreamRef stream) { return "device " + std::to_string(stream.device); }
+
+class CudaGate final : public Gate {
+ public:
+  explicit CudaGate(StreamRef stream) {
+    DeviceGuard guard(stream.device);
+    check(cuda::load_gate(), "loading the gate kernel");
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, sizeof(unsigned), cudaHostAllocPortable | cudaHostAllocMapped),
+          "cudaHostAlloc", "gate");
+    flag_ = static_cast<volatile unsigned*>(memory);
+    *flag_ = cuda::gate_closed;
+    void* mapped = nullptr;
+    check(cudaHostGetDevicePointer(&mapped, memory, 0), "cudaHostGetDevicePointer");
+    constexpr auto limit_ns = static_cast<unsigned long long>(limit_seconds * 1e9);
+    check(cuda::launch_gate(static_cast<volatile unsigned*>(mapped), limit_ns, native(stream)),
+          "launching the gate", where(stream));
+  }
+  ~CudaGate() override { open(); }
+
+  // The flag's page is never freed: the kernel may read it after this object is gone.
+  void open() noexcept override {
+    if (*flag_ == cuda::gate_closed) *flag_ = cuda::gate_open;
+  }
+  bool timed_out() const noexcept override { return *flag_ == cuda::gate_timed_out; }
+
+ private:
+  volatile unsigned* flag_ = nullptr;
+};
+
+}  // namespace
+
+CudaProbe probe_cuda() {
+  CudaProbe probe;
+  probe.built = true;
+  probe.architectures = STREAMLAP_CUDA_ARCHS;
+  cudaDriverGetVersion(&probe.driver_version);
+  cudaRuntimeGetVersion(&probe.runtime_version);
+  int count = 0;
+  cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess) {
+    probe.devices = count;
+    if (count == 0) probe.reason = "the CUDA driver reports no device";
+    return probe;
+  }
+  cudaGetLastError();
+  if (status == cudaErrorInsufficientDriver) {
+    probe.reason = "no CUDA driver, or one older than CUDA " +
+                   std::to_string(probe.runtime_version / 1000) + "." +
+                   std::to_string(probe.runtime_version % 1000 / 10) + " needs";
+  } else if (status == cudaErrorNoDevice) {
+    probe.reason = "the CUDA driver reports no device (is CUDA_VISIBLE_DEVICES empty?)";
+  } else {
+    probe.reason = std::string("the CUDA driver answered ") + cudaGetErrorName(status) + ": " +
+                   cudaGetErrorString(status);
+  }
+  return probe;
+}
+
+std::shared_ptr<Runtime> make_cuda_runtime() {
+  process::require_usable();
+  CudaProbe probe = probe_cuda();
+  if (probe.devices == 0) throw Error(ErrorKind::runtime, probe.reason);
+  process::mark_started();
+  return std::make_shared<CudaRuntime>(probe.devices);
+}
+
+CudaRuntime::CudaRuntime(int device_count)
+    : device_count_(device_count), events_(std::make_shared<cuda::EventCache>()) {}
+
+CudaRuntime::~CudaRuntime() = default;
+
+void* CudaRuntime::alloc_pinned(std::size_t bytes) {
+  process::require_usable();
+  DeviceGuard guard(cuda::any_active_device());
+  void* pointer = nullptr;
+  check(cudaHostAlloc(&pointer, bytes, cudaHostAllocPortable), "cudaHostAlloc",
+        std::to_string(bytes) + " bytes");
+  return pointer;
+}
+
+void CudaRuntime::free_pinned(void* pointer, std::size_t) noexcept {
+  if (process::leaking() || cuda::sticky()) return;
+  try {
+    DeviceGuard guard(cuda::any_active_device());
+    cudaFreeHost(pointer);
+    cudaGetLastError();
+  } catch (const Error&) {
+    // A context that is gone takes its page-locked memory along.
+  }
+}
+
+void* CudaRuntime::alloc_device(int device, std::size_t bytes) {
+  DeviceGuard guard(device);
+  void* pointer = nullptr;
+  check(cudaMalloc(&pointer, bytes), "cudaMalloc", std::to_string(bytes) + " bytes");
+  return pointer;
+}
+
+void CudaRuntime::free_device(int device, void* pointer, std::size_t) noexcept {
+  if (process::leaking() || cuda::sticky()) return;
+  try {
+    DeviceGuard guard(device);
+    cudaFree(pointer);
+    cudaGetLastError();
+  } catch (const Error&) {
+    // As above.
+  }
+}
+
+StreamRef CudaRuntime::stream_create(int device, StreamKind kind, bool high_priority) {
+  process::require_usable();
+  if (device < 0 || device >= device_count_) {
+    throw Error(ErrorKind::invalid_argument, "no CUDA device " + std::to_string(device));
+  }
+  if (kind == StreamKind::host) {
+    std::lock_guard lock(mutex_);
+    workers_.emplace_back(device, std::make_unique<Worker>());
+    return {reinterpret_cast<std::uintptr_t>(workers_.back().second.get()), device, kind};
+  }
+  DeviceGuard guard(device);
+  int least = 0;
+  int greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high_priority ? greatest : least),
+        "cudaStreamCreateWithPriority");
+  StreamRef ref{reinterpret_cast<std::uintptr_t>(stream), device, kind};
+  std::lock_guard lock(mutex_);
+  streams_.push_back(ref);
+  return ref;
+}
+
+bool CudaRuntime::stream_capturing(StreamRef stream) {
+  if (stream.kind == StreamKind::host) return false;
+  DeviceGuard guard(stream.device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaError_t answer = cudaStreamIsCapturing(native(stream), &status);
+  if (answer == cudaErrorStreamCaptureImplicit) {
+    // Asked about the legacy stream while another one is captured.
+    cudaGetLastError();
+    return true;
+  }
+  check(answer, "cudaStreamIsCapturing", where(stream));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+bool CudaRuntime::stream_idle(StreamRef stream) {
+  if (stream.kind == StreamKind::host) return worker(stream).idle();
+  if (cuda::sticky()) return true;
+  DeviceGuard guard(stream.device);
+  bool busy = cudaStreamQuery(native(stream)) == cudaErrorNotReady;
+  cudaGetLastError();
+  return !busy;
+}
+
+void CudaRuntime::stream_sync(StreamRef stream, Site) {
+  if (stream.kind == StreamKind::host) {
+    worker(stream).sync();
+    return;
+  }
+  DeviceGuard guard(stream.device);
+  check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize", where(stream));
+}
+
+void CudaRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
+  RecordingPtr recording = cuda_event(event).last();
+  if (!recording) return;
+  if (stream.kind == StreamKind::host) {
+    worker(stream).wait([recording] {
+      if (const CompletionPtr& completion = recording->completion()) {
+        completion->wait();
+        completion->rethrow_if_failed();
+      } else {
+        DeviceGuard guard(recording->device());
+        check(cudaEventSynchronize(recording->event()), "cudaEventSynchronize");
+      }
+    });
+    return;
+  }
+  if (recording->completion()) {
+    if (!recording->done()) {
+      throw Error(ErrorKind::invalid_argument,
+                  "a CUDA stream cannot wait for host work that is not finished; enqueue the CUDA "
+                  "work from a host stream after it");
+    }
+    return;
+  }
+  DeviceGuard guard(stream.device);
+  check(cudaStreamWaitEvent(native(stream), recording->event(), 0), "cudaStreamWaitEvent",
+        where(stream));
+}
+
+void CudaRuntime::stream_reset_error(StreamRef stream) {
+  if (stream.kind == StreamKind::host) worker(stream).reset_error();
+}
+
+EventPtr CudaRuntime::event_create(int device, bool timed) {
+  return std::make_shared<CudaEvent>(events_, device, timed);
+}
+
+void CudaRuntime::event_record(Event& event, StreamRef stream, Site) {
+  auto& target = static_cast<CudaEvent&>(event);
+  if (stream.kind == StreamKind::host) {
+    target.set(std::make_shared<Recording>(worker(stream).record()));
+    return;
+  }
+  RecordingPtr recording = target.fresh(stream.device);
+  DeviceGuard guard(stream.device);
+  check(cudaEventRecord(recording->event(), native(stream)), "cudaEventRecord", where(stream));
+  target.set(std::move(recording));
+}
+
+bool CudaRuntime::event_query(const Event& event) {
+  RecordingPtr recording = cuda_event(event).last();
+  return !recording || recording->done();
+}
+
+bool CudaRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site) {
+  RecordingPtr recording = cuda_event(event).last();
+  if (!recording) return true;
+  if (const CompletionPtr& completion = recording->completion()) {
+    if (!completion->wait_for(timeout)) return false;
+    completion->rethrow_if_failed();
+    return true;
+  }
+  // The driver has no wait with a limit: poll, quickly at first, then at a rate that costs no core.
+  using clock = std::chrono::steady_clock;
+  const auto begin = clock::now();
+  constexpr auto spin = std::chrono::microseconds(200);
+  constexpr auto nap = std::chrono::microseconds(20);
+  for (;;) {
+    if (recording->done()) return true;
+    const auto waited = clock::now() - begin;
+    if (waited >= timeout) return false;
+    if (waited > spin) std::this_thread::sleep_for(nap);
+  }
+}
+
+double CudaRuntime::event_elapsed(const Event& begin, const Event& end) {
+  RecordingPtr first = cuda_event(begin).last();
+  RecordingPtr last = cuda_event(end).last();
+  if (!first || !last || !first->done() || !last->done()) {
+    throw Error(ErrorKind::invalid_argument, "elapsed time of events that are not both done");
+  }
+  if (first->completion() || last->completion()) {
+    if (first->completion() && last->completion()) {
+      return last->completion()->time() - first->completion()->time();
+    }
+    throw Error(ErrorKind::invalid_argument, "elapsed time between a device's and a host's event");
+  }
+  DeviceGuard guard(first->device());
+  float milliseconds = 0;
+  check(cudaEventElapsedTime(&milliseconds, first->event(), last->event()), "cudaEventElapsedTime");
+  return static_cast<double>(milliseconds) * 1e-3;
+}
+
+double CudaRuntime::event_time(const Event& event) {
+  RecordingPtr recording = cuda_event(event).last();
+  return recording && recording->completion() && recording->completion()->done()
+             ? recording->completion()->time()
+             : std::numeric_limits<double>::quiet_NaN();
+}
+
+void CudaRuntime::copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) {
+  if (stream.kind == StreamKind::host) {
+    throw Error(ErrorKind::invalid_argument, "a copy needs a CUDA stream, not a host stream");
+  }
+  DeviceGuard guard(stream.device);
+  check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, native(stream)), "cudaMemcpyAsync",
+        std::to_string(bytes) + " bytes, " + where(stream));
+}
+
+void CudaRuntime::launch(std::function<void()> task, StreamRef stream) {
+  if (stream.kind != StreamKind::host) {
+    throw Error(ErrorKind::invalid_argument, "a callable runs on a host stream, not a CUDA stream");
+  }
+  worker(stream).task(std::move(task));
+}
+
+std::unique_ptr<Gate> CudaRuntime::gate(StreamRef stream) {
+  if (stream.kind == StreamKind::host) return std::make_unique<HostGate>(worker(stream));
+  return std::make_unique<CudaGate>(stream);
+}
+
+void CudaRuntime::device_sync(int device) {
+  DeviceGuard guard(device);
+  // The workers first: they may have CUDA work yet to issue.
+  std::vector<CompletionPtr> pending;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [owner, worker] : workers_) {
+      if (owner == device && !worker->idle()) pending.push_back(worker->record());
+    }
+  }
+  for (auto& completion : pending) completion->wait();
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device " + std::to_string(device));
+}
+
+bool CudaRuntime::idle() {
+  std::lock_guard lock(mutex_);
+  for (auto& [device, worker] : workers_) {
+    if (!worker->idle()) return false;
+  }
+  for (StreamRef stream : streams_) {
+    if (!stream_idle(stream)) return false;
+  }
+  return true;
+}
+
+}  // namespace streamlap

@@ -1,0 +1,241 @@
+#include "transfer/pinned_pool.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/process.h"
+
+namespace streamlap {
+namespace {
+
+constexpr Site site_use{"pool.record_use"};
+
+// An event that carries an error is done too: the work it stood for will not run any more.
+bool finished(Runtime& runtime, const EventPtr& event) {
+  try {
+    return runtime.event_query(*event);
+  } catch (const Error& error) {
+    return error.kind() != ErrorKind::sticky;
+  } catch (...) {
+    return true;
+  }
+}
+
+}  // namespace
+
+PinnedBlock::~PinnedBlock() {
+  if (process::leaking()) return;
+  pool_->take_back(*this);
+}
+
+void PinnedBlock::record_use(StreamRef stream) {
+  EventPtr event = pool_->runtime()->event_create(stream.device);
+  pool_->runtime()->event_record(*event, stream, site_use);
+  std::lock_guard lock(mutex_);
+  if (uses_.size() >= 64) {
+    std::erase_if(uses_, [&](const EventPtr& use) { return finished(*pool_->runtime(), use); });
+  }
+  uses_.push_back(std::move(event));
+}
+
+PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
+    : runtime_(std::move(runtime)) {
+  set_limit(limit);
+}
+
+PinnedPool::~PinnedPool() {
+  // Blocks keep their pool, so none is live; what is retired may still be in use by a device.
+  if (process::leaking()) return;
+  Freed freed;
+  collect_finished();
+  uncache(stats_.cached, freed);
+  give_to_system(freed);
+}
+
+std::size_t PinnedPool::size_class(std::size_t bytes) {
+  if (bytes <= smallest_block) return smallest_block;
+  if (bytes > (static_cast<std::size_t>(-1) >> 2)) {
+    throw Error(ErrorKind::invalid_argument, "no block of " + std::to_string(bytes) + " bytes");
+  }
+  const std::size_t step = std::bit_floor(bytes) / 8;
+  return (bytes + step - 1) / step * step;
+}
+
+std::size_t PinnedPool::limit() const {
+  std::lock_guard lock(mutex_);
+  return stats_.limit;
+}
+
+void PinnedPool::set_limit(std::size_t limit) {
+  if (limit < smallest_block) {
+    throw Error(ErrorKind::invalid_argument, "a pool limit of " + std::to_string(limit) +
+                                                 " bytes is below the smallest block (" +
+                                                 std::to_string(smallest_block) + ")");
+  }
+  std::lock_guard lock(mutex_);
+  stats_.limit = limit;
+}
+
+void PinnedPool::collect_finished() {
+  std::erase_if(retired_, [&](Retired& block) {
+    std::erase_if(block.uses, [&](const EventPtr& use) { return finished(*runtime_, use); });
+    if (!block.uses.empty()) return false;
+    cached_[block.capacity].push_back(block.data);
+    stats_.in_flight -= block.capacity;
+    stats_.cached += block.capacity;
+    return true;
+  });
+}
+
+void PinnedPool::uncache(std::size_t bytes, Freed& out) {
+  std::size_t found = 0;
+  for (auto size = cached_.rbegin(); size != cached_.rend() && found < bytes; ++size) {
+    auto& [capacity, blocks] = *size;
+    while (!blocks.empty() && found < bytes) {
+      out.emplace_back(blocks.back(), capacity);
+      blocks.pop_back();
+      found += capacity;
+    }
+  }
+  stats_.cached -= found;
+  leaving_ += found;
+}
+
+void PinnedPool::give_to_system(const Freed& freed) noexcept {
+  std::size_t bytes = 0;
+  for (auto [data, capacity] : freed) {
+    runtime_->free_pinned(data, capacity);
+    bytes += capacity;
+  }
+  std::lock_guard lock(mutex_);
+  stats_.reserved -= bytes;
+  leaving_ -= bytes;
+}
+
+std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
+  process::require_usable();
+  bytes = std::max<std::size_t>(bytes, 1);
+  const std::size_t capacity = size_class(bytes);
+  Freed freed;
+  {
+    std::lock_guard lock(mutex_);
+    collect_finished();
+    if (auto found = cached_.find(capacity); found != cached_.end() && !found->second.empty()) {
+      std::byte* data = found->second.back();
+      auto block = std::make_unique<PinnedBlock>(shared_from_this(), data, capacity, bytes);
+      live_.emplace(data, block.get());
+      found->second.pop_back();
+      stats_.cached -= capacity;
+      stats_.live += capacity;
+      stats_.waste += capacity - bytes;
+      ++stats_.live_blocks;
+      ++stats_.hits;
+      return block;
+    }
+    const std::size_t held = stats_.live;
+    if (capacity > stats_.limit || held > stats_.limit - capacity) {
+      throw PoolExhausted("the pinned pool cannot give " + std::to_string(bytes) + " bytes (" +
+                              std::to_string(capacity) + " as a block): " + std::to_string(held) +
+                              " of its " + std::to_string(stats_.limit) +
+                              " bytes are held. Drop results, raise the limit "
+                              "(STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
+                          held, stats_.limit);
+    }
+    if (stats_.reserved > stats_.limit - capacity) {
+      uncache(stats_.reserved - (stats_.limit - capacity), freed);
+      std::size_t left = stats_.reserved;
+      for (auto& entry : freed) left -= entry.second;
+      if (left > stats_.limit - capacity) {
+        // What is missing is in flight or being reserved by somebody else: the caller comes again.
+        for (auto [data, size] : freed) {
+          cached_[size].push_back(data);
+          stats_.cached += size;
+          leaving_ -= size;
+        }
+        return nullptr;
+      }
+    }
+    // Claimed before the lock is let go, so that two threads cannot both take the last bytes. What
+    // is about to be freed still counts until it is gone.
+    stats_.reserved += capacity;
+    stats_.live += capacity;
+    ++stats_.misses;
+  }
+  give_to_system(freed);
+  return reserve(bytes, capacity);
+}
+
+std::unique_ptr<PinnedBlock> PinnedPool::reserve(std::size_t bytes, std::size_t capacity) {
+  std::byte* data = nullptr;
+  try {
+    try {
+      data = static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::out_of_memory || trim() == 0) throw;
+      data = static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
+    }
+    std::lock_guard lock(mutex_);
+    auto block = std::make_unique<PinnedBlock>(shared_from_this(), data, capacity, bytes);
+    live_.emplace(data, block.get());
+    stats_.waste += capacity - bytes;
+    stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
+    ++stats_.live_blocks;
+    return block;
+  } catch (...) {
+    if (data != nullptr) runtime_->free_pinned(data, capacity);
+    std::lock_guard lock(mutex_);
+    stats_.reserved -= capacity;
+    stats_.live -= capacity;
+    throw;
+  }
+}
+
+void PinnedPool::take_back(PinnedBlock& block) noexcept {
+  std::lock_guard lock(mutex_);
+  live_.erase(block.data_);
+  if (block.condemned_) return;  // held for ever: nobody waits for it to come home
+  stats_.live -= block.capacity_;
+  stats_.waste -= block.capacity_ - block.requested_;
+  --stats_.live_blocks;
+  stats_.in_flight += block.capacity_;
+  try {
+    retired_.push_back({block.data_, block.capacity_, std::move(block.uses_)});
+  } catch (...) {
+    // No memory to remember it by: as if condemned.
+  }
+}
+
+PoolStats PinnedPool::stats() {
+  std::lock_guard lock(mutex_);
+  collect_finished();
+  PoolStats now = stats_;
+  now.reserved -= leaving_;
+  return now;
+}
+
+std::size_t PinnedPool::trim() {
+  process::require_usable();
+  Freed freed;
+  {
+    std::lock_guard lock(mutex_);
+    collect_finished();
+    uncache(stats_.cached, freed);
+  }
+  give_to_system(freed);
+  std::size_t bytes = 0;
+  for (auto& entry : freed) bytes += entry.second;
+  return bytes;
+}
+
+bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
+  std::lock_guard lock(mutex_);
+  const auto* address = static_cast<const std::byte*>(pointer);
+  auto next = live_.upper_bound(address);
+  if (next == live_.begin()) return false;
+  auto& [base, block] = *std::prev(next);
+  if (address >= base + block->capacity()) return false;
+  block->record_use(stream);
+  return true;
+}
+
+}  // namespace streamlap

@@ -1,0 +1,91 @@
+#include "transfer/transfer.h"
+
+#include <limits>
+
+namespace streamlap {
+namespace {
+
+constexpr Site site_issued{"transfer.issued"};
+constexpr Site site_done{"transfer.done"};
+constexpr Site site_leaf{"transfer.leaf"};
+constexpr Site site_chunk{"transfer.chunk"};
+constexpr Site site_consumer{"transfer.consumer_waits"};
+
+}  // namespace
+
+bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_); }
+
+bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
+  return !issued_ || runtime_->event_sync_for(*issued_, timeout, site_issued);
+}
+
+bool Transfer::done() {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (!issued() || (!empty_ && !runtime_->event_query(*end_))) return false;
+  done_.store(true, std::memory_order_release);
+  return true;
+}
+
+bool Transfer::sync_for(std::chrono::nanoseconds timeout) {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (!issued_for(timeout)) return false;
+  if (!empty_ && !runtime_->event_sync_for(*end_, timeout, site_done)) return false;
+  done_.store(true, std::memory_order_release);
+  return true;
+}
+
+const Event& Transfer::leaf_event(std::size_t leaf) const {
+  const std::size_t mark = plan_.last_mark.at(leaf);
+  return mark == ChunkPlan::no_mark || whole_only_ ? *end_ : *marks_[mark];
+}
+
+bool Transfer::leaf_done(std::size_t leaf) {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (!issued()) return false;
+  if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
+  return runtime_->event_query(leaf_event(leaf));
+}
+
+bool Transfer::leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout) {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (!issued_for(timeout)) return false;
+  if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
+  return runtime_->event_sync_for(leaf_event(leaf), timeout, site_leaf);
+}
+
+bool Transfer::chunk_sync_for(std::size_t chunk, std::chrono::nanoseconds timeout) {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (!issued_for(timeout)) return false;
+  const Event& event = whole_only_ ? *end_ : *marks_[plan_.chunks.at(chunk).mark];
+  return runtime_->event_sync_for(event, timeout, site_chunk);
+}
+
+void Transfer::stream_wait(StreamRef stream) {
+  if (!empty_) runtime_->stream_wait(stream, *end_, site_consumer);
+}
+
+double Transfer::elapsed() { return empty_ ? 0.0 : runtime_->event_elapsed(*begin_, *copied_); }
+
+std::pair<double, double> Transfer::interval() {
+  if (empty_) {
+    const double unknown = std::numeric_limits<double>::quiet_NaN();
+    return {unknown, unknown};
+  }
+  return {runtime_->event_time(*begin_), runtime_->event_time(*end_)};
+}
+
+void Transfer::release_source() {
+  std::shared_ptr<void> source;  // dies after the lock is let go: it may run arbitrary code
+  std::lock_guard lock(mutex_);
+  source.swap(source_);
+}
+
+void Transfer::release_all() {
+  std::shared_ptr<void> source;
+  std::shared_ptr<void> destination;
+  std::lock_guard lock(mutex_);
+  source.swap(source_);
+  destination.swap(destination_);
+}
+
+}  // namespace streamlap

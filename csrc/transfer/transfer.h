@@ -1,0 +1,77 @@
+// The state of one transfer: what keeps its memory alive, and the events that say how far it is.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "runtime/runtime.h"
+#include "transfer/chunk_plan.h"
+
+namespace streamlap {
+
+// Made by CopyEngine::submit. Safe from any thread. Errors of the work are thrown by the functions
+// that ask how far it is, each time they are asked.
+class Transfer {
+ public:
+  Transfer(std::shared_ptr<Runtime> runtime, ChunkPlan plan, std::shared_ptr<void> source,
+           std::shared_ptr<void> destination)
+      : runtime_(std::move(runtime)),
+        plan_(std::move(plan)),
+        source_(std::move(source)),
+        destination_(std::move(destination)) {}
+
+  // False while a worker has yet to issue the copies: until then no stream can wait for them.
+  bool issued();
+  bool issued_for(std::chrono::nanoseconds timeout);
+
+  bool done();
+  bool sync_for(std::chrono::nanoseconds timeout);
+  bool leaf_done(std::size_t leaf);
+  bool leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout);
+  bool chunk_sync_for(std::size_t chunk, std::chrono::nanoseconds timeout);
+
+  // Work issued to `stream` later starts after the copies. Needs issued() to be true, and done()
+  // where the last step ran on the host (waits_on_host()).
+  void stream_wait(StreamRef stream);
+  // True when the last step runs on a host stream of a device runtime, which no device waits for.
+  bool waits_on_host() const noexcept { return waits_on_host_; }
+
+  // Seconds from the first copy's start to the last one's end; done() must be true.
+  double elapsed();
+  // When it began and ended on the runtime's clock; NaN where unknown.
+  std::pair<double, double> interval();
+
+  const ChunkPlan& plan() const noexcept { return plan_; }
+  const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
+
+  // Lets go of the source before the copy is done. The caller must have ordered every later use of
+  // that memory after it, on the stream whose allocator gets it back.
+  void release_source();
+  // Lets go of both ends; done() must be true.
+  void release_all();
+
+ private:
+  friend class CopyEngine;
+
+  const Event& leaf_event(std::size_t leaf) const;
+
+  std::shared_ptr<Runtime> runtime_;
+  ChunkPlan plan_;
+  EventPtr issued_;              // null: issued by the caller's thread
+  EventPtr begin_;               // before the first copy
+  std::vector<EventPtr> marks_;  // as the plan says; the last is also copied_
+  EventPtr copied_;              // after the last copy
+  EventPtr end_;                 // after everything: copied_, or the last step's
+  bool empty_ = false;           // nothing was enqueued
+  bool waits_on_host_ = false;
+  bool whole_only_ = false;      // a last step follows the copies: no leaf is ready before end_
+  std::atomic<bool> done_{false};
+  std::mutex mutex_;             // guards the two below
+  std::shared_ptr<void> source_;
+  std::shared_ptr<void> destination_;
+};
+
+}  // namespace streamlap

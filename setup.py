@@ -1,0 +1,142 @@
+"""Build the native module with CMake.
+
+The build tree `build/<tag>` lasts, one for each Python, CUDA mode and sanitizer, so that a
+rebuild costs only what changed. Read from the environment: STREAMLAP_CUDA, STREAMLAP_SANITIZE,
+STREAMLAP_WERROR, STREAMLAP_TESTS, STREAMLAP_BENCH, CMAKE_CUDA_ARCHITECTURES,
+CMAKE_BUILD_PARALLEL_LEVEL, and the compilers that CMake reads (CXX, CUDACXX, ...).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+MODULE = "_native" + sysconfig.get_config_var("EXT_SUFFIX")
+OPTIONS = {
+    "STREAMLAP_CUDA": "AUTO",
+    "STREAMLAP_SANITIZE": "",
+    "STREAMLAP_WERROR": "OFF",
+    "STREAMLAP_TESTS": "OFF",
+    "STREAMLAP_BENCH": "OFF",
+}
+COMPILERS = ("CC", "CXX", "CUDACXX", "CUDAHOSTCXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")
+
+
+def tool(name: str) -> str | None:
+    """Find `name` beside this Python, else on PATH; one that does not run is passed over.
+
+    In an isolated build the scripts beside this Python cannot see their own packages.
+    """
+    for folder in (sysconfig.get_path("scripts"), *os.get_exec_path()):
+        found = shutil.which(name, path=folder)
+        if found and not subprocess.run([found, "--version"], capture_output=True).returncode:
+            return found
+    return None
+
+
+def required(name: str) -> str:
+    found = tool(name)
+    if not found:
+        raise CompileError(f"{name} is missing: pip install cmake, or use your system's package")
+    return found
+
+
+def run(*command: str | Path) -> None:
+    jobs = str(len(os.sched_getaffinity(0)))
+    env = {"CMAKE_BUILD_PARALLEL_LEVEL": jobs} | os.environ
+    status = subprocess.run(command, env=env).returncode
+    if status:
+        raise CompileError(f"{' '.join(map(str, command))} ended with status {status}")
+
+
+def configure(options: dict[str, str]) -> tuple[str, Path]:
+    """Make the build tree ready; return CMake and the tree."""
+    try:
+        import pybind11
+    except ImportError as error:
+        raise CompileError("pybind11 is missing: pip install pybind11") from error
+
+    parts = [MODULE.split(".")[1], options["STREAMLAP_CUDA"], options["STREAMLAP_SANITIZE"]]
+    tree = ROOT / "build" / "-".join(part.lower() for part in parts if part)
+    cmake, ninja = required("cmake"), tool("ninja")
+    defines = options | {
+        "Python_EXECUTABLE": sys.executable,
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+        "CMAKE_CUDA_ARCHITECTURES": os.environ.get("CMAKE_CUDA_ARCHITECTURES", ""),
+    }
+    command = [cmake, "-S", str(ROOT), "-B", str(tree)]
+    if ninja:
+        command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    command += [f"-D{name}={value}" for name, value in defines.items() if value]
+
+    # The cache must not outlive what it was made with: pip's isolated builds find CMake, Ninja
+    # and pybind11 in another place each time. Objects survive, so that little is compiled again.
+    key = json.dumps([command, shutil.which("nvcc"), [os.environ.get(c) for c in COMPILERS]])
+    stamp = tree / "configured.json"
+    if not stamp.exists() or stamp.read_text() != key:
+        stamp.unlink(missing_ok=True)
+        (tree / "CMakeCache.txt").unlink(missing_ok=True)
+        for folder in tree.glob("CMakeFiles/[0-9]*"):
+            shutil.rmtree(folder)
+        run(*command)
+        stamp.write_text(key)
+    return cmake, tree
+
+
+def native(target: str, **options: str) -> Path:
+    """Build one target and return its build tree."""
+    given = {name: os.environ.get(name) or default for name, default in OPTIONS.items()}
+    cmake, tree = configure(given | options)
+    run(cmake, "--build", tree, "--target", target)
+    return tree
+
+
+class CleanBuild(build):
+    """The usual build, without modules left over from an earlier one."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class CMakeBuild(build_ext):
+    """Let CMake build the module; setuptools puts it in its place."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A new time stamp: setuptools copies in place only what is newer than what is there,
+        # and the module there may come from another build tree.
+        shutil.copyfile(native("_native") / MODULE, target)
+
+
+class CppTests(Command):
+    """Build the C++ tests in the module's build tree and run them."""
+
+    description = "build and run the C++ tests"
+    user_options = []
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        tree = native("streamlap_tests", STREAMLAP_TESTS="ON")
+        run(required("ctest"), "--test-dir", tree, "--output-on-failure", "--no-tests=error")
+
+
+setup(
+    ext_modules=[Extension("streamlap._native", sources=[])],
+    cmdclass={"build": CleanBuild, "build_ext": CMakeBuild, "ctest": CppTests},
+)

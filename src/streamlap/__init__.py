@@ -1,0 +1,55 @@
+"""Hide copies behind compute: device to host and back, in order, in bounded memory."""
+
+from streamlap._version import __version__
+from streamlap.benchmark import Benchmark
+from streamlap.devices import Device, devices, synchronize, use_runtime
+from streamlap.errors import (
+    CaptureError,
+    DeviceError,
+    DeviceLost,
+    ForkedProcess,
+    InvalidArgument,
+    InvalidType,
+    OutOfMemory,
+    PoolExhausted,
+    SourceModified,
+    StreamlapError,
+    TransferTimeout,
+    UnsupportedTensor,
+)
+from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, record_use
+from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
+from streamlap.transfer import Transfer, copy_to_cpu, to_cpu, to_device
+
+__all__ = [
+    "Benchmark",
+    "CaptureError",
+    "Device",
+    "DeviceError",
+    "DeviceLost",
+    "ForkedProcess",
+    "InvalidArgument",
+    "InvalidType",
+    "OutOfMemory",
+    "PinnedPool",
+    "PoolExhausted",
+    "SourceModified",
+    "StreamlapError",
+    "Transfer",
+    "TransferTimeout",
+    "UnsupportedTensor",
+    "__version__",
+    "copy_to_cpu",
+    "devices",
+    "empty_pinned",
+    "parallel_run",
+    "pipelined_map",
+    "pipelined_run",
+    "pool_stats",
+    "record_use",
+    "run",
+    "synchronize",
+    "to_cpu",
+    "to_device",
+    "use_runtime",
+]

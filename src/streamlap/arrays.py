@@ -1,0 +1,214 @@
+"""What can be copied, and how it lies in memory: trees, tensors, and arrays of other libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
+
+Tree = Any
+"""A tensor or array, or lists, tuples, dicts, ... of them, as torch's pytree has it."""
+
+flatten = _pytree.tree_flatten
+unflatten = _pytree.tree_unflatten
+TreeSpec = _pytree.TreeSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """A leaf that holds data.
+
+    Attributes:
+        tensor: the data as a plain tensor, on its device, without history.
+        as_numpy: the result is given back as a NumPy array (NumPy and CuPy sources).
+        version: the version counter of the caller's tensor at the call; None if it has none.
+    """
+
+    tensor: torch.Tensor
+    as_numpy: bool
+    version: int | None
+
+
+def as_source(leaf: object) -> Source | None:
+    """Return a leaf's data; None for a leaf that is no tensor and no array.
+
+    Raises:
+        UnsupportedTensor: sparse, quantized, meta, nested, or a subclass other than DTensor.
+    """
+    if isinstance(leaf, torch.Tensor):
+        tensor = plain_tensor(leaf)
+        return Source(tensor, False, version_of(tensor))
+    if isinstance(leaf, np.ndarray):
+        return Source(_from_numpy(leaf), True, None)
+    if isinstance(leaf, np.generic):
+        return None
+    if hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__"):
+        # The exporter orders torch's current stream after its own, without a host wait.
+        return Source(torch.from_dlpack(leaf), _module(leaf) == "cupy", None)
+    return None
+
+
+def _module(leaf: object) -> str:
+    return type(leaf).__module__.split(".")[0]
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if array.dtype.hasobject or array.dtype.fields is not None:
+        raise UnsupportedTensor(f"a NumPy array of {array.dtype} cannot be copied as bytes")
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()  # torch knows neither; a copy is plain
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise UnsupportedTensor(f"torch has no dtype for NumPy's {array.dtype}") from error
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without history and without subclass, or refuse it by name."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and isinstance(tensor, distributed.DTensor):
+            return plain_tensor(tensor.to_local())
+        raise UnsupportedTensor(f"a {kind.__module__}.{kind.__qualname__} is no plain tensor")
+    if tensor.is_nested:
+        raise UnsupportedTensor("a nested tensor cannot be copied as one range of bytes")
+    if tensor.is_quantized:
+        raise UnsupportedTensor("a quantized tensor carries more than its bytes: copy int_repr()")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTensor(f"a sparse tensor ({tensor.layout}) is not dense: copy its parts")
+    if tensor.device.type == "meta":
+        raise UnsupportedTensor("a meta tensor has no data")
+    return tensor.detach()
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the version counter, which in-place operations raise; None for inference tensors."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill one range of memory, each once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in _by_stride(tensor):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _by_stride(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    pairs = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
+    return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory, as in an expanded tensor."""
+    if tensor.numel() == 0 or tensor.is_contiguous():
+        return False
+    reach = 0
+    for size, stride in _by_stride(tensor):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes are the values: no lazy conjugation or negation."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first and one past the last address of the elements."""
+    if tensor.numel() == 0:
+        return (0, 0)
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _shared(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two CPU tensors share an element (exactly, or the question is too hard)."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+
+    def view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        begin, end = span(tensor)
+        raw = (ctypes.c_char * (end - begin)).from_address(begin)
+        strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
+        return np.ndarray(tuple(tensor.shape), f"V{tensor.itemsize}", raw, 0, strides)
+
+    try:
+        return bool(np.shares_memory(view(first), view(second), max_work=10_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the positions of two tensors that share memory, or None."""
+    spans = sorted(
+        (str(tensor.device), *span(tensor), index)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    for position, (device, _begin, end, index) in enumerate(spans):
+        for other_device, other_begin, _other_end, other in spans[position + 1 :]:
+            if other_device != device or other_begin >= end:
+                break
+            if device != "cpu" or _shared(tensors[index], tensors[other]):
+                return index, other
+    return None
+
+
+def as_destination(out: object, what: str) -> torch.Tensor:
+    """Return ``out`` as a tensor to be written.
+
+    Raises:
+        InvalidType: neither tensor nor NumPy array.
+        InvalidArgument: read-only, expanded or overlapping with itself.
+        UnsupportedTensor: sparse, meta, ...
+    """
+    if isinstance(out, np.ndarray):
+        if not out.flags.writeable:
+            raise InvalidArgument(f"{what} is a read-only array")
+        if any(stride < 0 for stride in out.strides):
+            raise InvalidArgument(f"{what} has negative strides, which torch cannot describe")
+        try:
+            tensor = torch.from_numpy(out)
+        except TypeError as error:
+            raise UnsupportedTensor(f"torch has no dtype for NumPy's {out.dtype}") from error
+    elif isinstance(out, torch.Tensor):
+        if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+            raise InvalidArgument(f"{what} requires grad; pass out.detach() or use no_grad()")
+        tensor = plain_tensor(out)
+        if not is_plain(tensor):
+            raise InvalidArgument(f"{what} is a conjugate or negative view; pass plain memory")
+    else:
+        raise InvalidType(f"{what} must be a tensor or a NumPy array, not {type(out).__name__}")
+    if may_overlap_itself(tensor):
+        raise InvalidArgument(
+            f"{what} is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}): several elements would be written to one place"
+        )
+    return tensor
+
+
+def check_matches(out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, what: str) -> None:
+    """Refuse a destination of the wrong shape or dtype."""
+    if out.shape != shape:
+        raise InvalidArgument(f"{what} has shape {tuple(out.shape)}, not {tuple(shape)}")
+    if out.dtype != dtype:
+        raise InvalidArgument(f"{what} has dtype {out.dtype}, not {dtype}")

@@ -1,0 +1,317 @@
+"""Which runtime serves which tensor, and whose stream is meant.
+
+CUDA tensors are served by the CUDA runtime; CPU tensors by worker threads, on logical devices
+``cpu:0``, ``cpu:1``, ... that exist as soon as they are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from streamlap import _native
+from streamlap.errors import DeviceError, InvalidArgument, InvalidType, StreamlapError
+
+StreamLike = Any
+"""A stream of torch, CuPy or numba, anything with ``__cuda_stream__``, a raw handle as an int, or
+one of streamlap's own (``_native.Stream``)."""
+
+_RUNTIMES = ("host",)
+_MAX_LOGICAL = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device of a runtime: where streams are made."""
+
+    runtime: _native.Runtime
+    index: int
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.runtime.uses_device_memory
+
+    def __str__(self) -> str:
+        return f"{'cuda' if self.is_cuda else 'cpu'}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as :func:`devices` reports it.
+
+    Attributes:
+        name: ``cuda:0`` or ``cpu:0``.
+        runtime: ``cuda`` or ``host``.
+        description: what the hardware calls itself.
+        memory: bytes of its memory.
+    """
+
+    name: str
+    runtime: str
+    description: str
+    memory: int
+
+
+# How many logical CPU devices a list of tensors is spread over; None: one each.
+_logical: contextvars.ContextVar[int | None] = contextvars.ContextVar("logical", default=None)
+
+
+def _logical_index(name: object) -> int:
+    try:
+        device = torch.device(name)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"{name!r} is no device: write 'cpu:0', 'cpu:1', ...") from error
+    if device.type != "cpu":
+        raise InvalidArgument(f"{name!r} is no logical CPU device: write 'cpu:0', 'cpu:1', ...")
+    return device.index or 0
+
+
+@contextlib.contextmanager
+def use_runtime(name: str, devices: int | Sequence[str] | None = None) -> Iterator[None]:
+    """Say what serves CPU tensors inside the ``with`` block.
+
+    Args:
+        name: ``"host"``: worker threads, the default.
+        devices: how many logical CPU devices a list of CPU tensors is spread over, or their names
+            (``["cpu:0", "cpu:1"]``). Without it the i-th tensor of a list uses device i.
+
+    Raises:
+        InvalidArgument: an unknown runtime, or no devices, or names that are not ``cpu:0``, ... in
+            order.
+
+    The choice belongs to the calling thread (to its context, as ``contextvars`` means it).
+    """
+    if name not in _RUNTIMES:
+        known = ", ".join(repr(known) for known in _RUNTIMES)
+        raise InvalidArgument(f"unknown runtime {name!r} for CPU tensors; there is {known}")
+    count: int | None
+    if devices is None:
+        count = None
+    elif isinstance(devices, (list, tuple)):
+        indices = [_logical_index(device) for device in devices]
+        if indices != list(range(len(indices))):
+            raise InvalidArgument(f"devices must be cpu:0, cpu:1, ... in order, not {devices!r}")
+        count = len(indices)
+    elif isinstance(devices, int) and not isinstance(devices, bool):
+        count = devices
+    else:
+        raise InvalidType(f"devices must be an int or a list of names, not {devices!r}")
+    if count is not None and not 1 <= count <= _MAX_LOGICAL:
+        raise InvalidArgument(f"devices must be 1 to {_MAX_LOGICAL}, not {count}")
+    token = _logical.set(count)
+    try:
+        yield
+    finally:
+        _logical.reset(token)
+
+
+@functools.cache
+def host_runtime() -> _native.Runtime:
+    return _native.host_runtime()
+
+
+def cuda_runtime() -> _native.Runtime:
+    """Return the CUDA runtime; raise DeviceError with the reason where there is none."""
+    try:
+        return _cuda_runtime()
+    except StreamlapError as error:
+        if not torch.cuda.is_available():
+            raise DeviceError(f"no GPU can be used: {error}") from None
+        raise DeviceError(f"torch can use a GPU here, but streamlap cannot: {error}") from None
+
+
+@functools.cache
+def _cuda_runtime() -> _native.Runtime:
+    return _native.cuda_runtime()
+
+
+def cuda_reason() -> str:
+    """Return why no GPU can be used; empty where one can."""
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm; streamlap serves NVIDIA GPUs"
+    return _native.cuda_reason()
+
+
+def place_of(device: torch.device, position: int = 0) -> Place:
+    """Return where work for a tensor on ``device`` runs.
+
+    Args:
+        device: the tensor's.
+        position: of the tensor in a list, which spreads CPU tensors over logical devices.
+
+    Raises:
+        InvalidArgument: a kind of device that streamlap does not know.
+        DeviceError: a CUDA device that cannot be used.
+    """
+    if device.type == "cpu":
+        if device.index:
+            return Place(host_runtime(), device.index)
+        count = _logical.get()
+        return Place(host_runtime(), position % (count or _MAX_LOGICAL))
+    if device.type == "cuda":
+        index = device.index
+        runtime = cuda_runtime()
+        if index is None:
+            index = torch.cuda.current_device()
+        if index >= runtime.device_count:
+            raise InvalidArgument(f"no device {device}: there are {runtime.device_count} GPUs")
+        return Place(runtime, index)
+    raise InvalidArgument(f"streamlap knows the devices 'cpu' and 'cuda', not {str(device)!r}")
+
+
+def parse_device(device: str | int | torch.device) -> torch.device:
+    """Return ``device`` as torch has it, with errors that say what is allowed."""
+    if isinstance(device, bool):
+        raise InvalidType(f"{device!r} is no device")
+    if isinstance(device, int):
+        device = f"cuda:{device}"
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"{device!r} is no device: write 'cuda:0' or 'cpu'") from error
+
+
+_raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_handle(index: int) -> int:
+    """Return the raw handle of torch's current stream on CUDA device ``index``."""
+    if _raw_current is not None:
+        return int(_raw_current(index))
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def current_stream(place: Place) -> _native.Stream | None:
+    """Return the caller's current stream; None where the calling thread itself does the work."""
+    if not place.is_cuda:
+        return None
+    return place.runtime.adopt(place.index, current_handle(place.index))
+
+
+def as_stream(stream: StreamLike, place: Place) -> _native.Stream | None:
+    """Return ``stream`` (None: the current one) as a stream of ``place``'s runtime.
+
+    Raises:
+        InvalidType: nothing that is known as a stream.
+        InvalidArgument: a stream of another runtime, or a negative handle.
+    """
+    if stream is None:
+        return current_stream(place)
+    if isinstance(stream, _native.Stream):
+        if stream.runtime is not place.runtime:
+            raise InvalidArgument(
+                f"a stream of runtime '{stream.runtime.name}' cannot order work on {place}"
+            )
+        return stream
+    index, handle = _native_handle(stream, place.index)
+    if not place.is_cuda:
+        raise InvalidArgument(f"a CUDA stream cannot order work on {place}")
+    if handle < 0:
+        raise InvalidArgument(f"a stream's handle is not negative: {handle}")
+    return place.runtime.adopt(index, handle)
+
+
+def _native_handle(stream: StreamLike, index: int) -> tuple[int, int]:
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return index, stream
+    if isinstance(stream, torch.Stream):
+        if stream.device.type != "cuda":
+            raise InvalidArgument(f"a stream of device type {stream.device.type!r} is not served")
+        own = stream.device.index
+        return (index if own is None else own), int(stream.cuda_stream)  # type: ignore[attr-defined]
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        _version, handle = protocol() if callable(protocol) else protocol
+        return _device_of(stream, index), operator.index(handle)
+    for attribute in ("cuda_stream", "ptr", "handle"):
+        handle = getattr(stream, attribute, None)
+        if handle is not None:
+            value = getattr(handle, "value", handle)  # numba wraps it in a ctypes pointer
+            return _device_of(stream, index), operator.index(value or 0)
+    raise InvalidType(
+        f"{type(stream).__name__} is no stream: pass one of torch, CuPy or numba, an int handle, "
+        "or an object with __cuda_stream__"
+    )
+
+
+def _device_of(stream: StreamLike, default: int) -> int:
+    own = getattr(stream, "device_id", default)  # CuPy's name for it; -1: the current device
+    return own if isinstance(own, int) and own >= 0 else default
+
+
+@functools.cache
+def compute_stream(place: Place) -> _native.Stream:
+    """Return the worker that computes for a logical CPU device."""
+    return place.runtime.stream(place.index, "compute")
+
+
+def require_no_capture(stream: _native.Stream | None, operation: str) -> None:
+    """Raise CaptureError while a CUDA graph is captured on ``stream``; the capture stays good."""
+    if stream is not None and stream.capturing():
+        from streamlap.errors import CaptureError
+
+        raise CaptureError(
+            f"{operation} inside CUDA graph capture: copies to the host cannot be part of a "
+            "captured graph. Call it before or after the capture"
+        )
+
+
+def _streams_in_use() -> list[tuple[int, int]]:
+    """Return torch's current stream on each device that has a context: who may use a dying block."""
+    if not torch.cuda.is_initialized():
+        return []
+    active = torch._C._cuda_hasPrimaryContext
+    return [
+        (index, current_handle(index)) for index in range(torch.cuda.device_count()) if active(index)
+    ]
+
+
+_native.set_current_streams_hook(_streams_in_use)
+
+
+def devices() -> list[Device]:
+    """Return the devices of this machine: its GPUs, then the CPU's logical devices in use."""
+    found = []
+    if not cuda_reason():
+        for index in range(cuda_runtime().device_count):
+            properties = torch.cuda.get_device_properties(index)
+            found.append(
+                Device(f"cuda:{index}", "cuda", properties.name, int(properties.total_memory))
+            )
+    from streamlap.sizes import memory_total
+
+    cores = len(os.sched_getaffinity(0))
+    for index in range(_logical.get() or 1):
+        found.append(Device(f"cpu:{index}", "host", f"CPU, {cores} cores", memory_total()))
+    return found
+
+
+def synchronize(device: str | int | torch.device | None = None) -> None:
+    """Block until all work on a device is done.
+
+    Args:
+        device: one device; None: every device used so far. No context is created on any other.
+
+    Raises:
+        InvalidArgument: no such device.
+        DeviceError: the work failed.
+
+    Thread-safe. The interpreter's lock is released while it waits.
+    """
+    if device is not None:
+        place = place_of(parse_device(device))
+        place.runtime.synchronize(place.index)
+        return
+    for index, _handle in _streams_in_use():
+        torch.cuda.synchronize(index)
+    host = host_runtime()
+    for index in range(_MAX_LOGICAL):
+        host.synchronize(index)

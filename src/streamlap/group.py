@@ -1,0 +1,187 @@
+"""The handle of a pipeline that has not finished: a transfer whose items are transfers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from streamlap.arrays import Tree
+from streamlap.devices import StreamLike
+from streamlap.errors import TransferTimeout
+from streamlap.transfer import Transfer
+
+
+class Slot:
+    """The place of one item: filled with its transfer, or with the error that stopped it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._transfer: Transfer | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], object]] = []
+
+    def fill(self, transfer: Transfer | None, error: BaseException | None = None) -> None:
+        """Deliver; the first time counts."""
+        with self._changed:
+            if self._transfer is not None or self._error is not None:
+                return
+            self._transfer, self._error = transfer, error
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+    @property
+    def filled(self) -> bool:
+        return self._transfer is not None or self._error is not None
+
+    @property
+    def transfer(self) -> Transfer | None:
+        return self._transfer
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def get(self, timeout: float | None = None) -> Transfer:
+        """Wait for the item to be issued; raise what stopped it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self.filled:
+                # Without a limit the wait could not be interrupted on every platform.
+                left = 0.05 if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeout(f"an item was not computed within {timeout} s")
+                self._changed.wait(min(left, 0.05))
+            if self._error is not None:
+                raise self._error
+            assert self._transfer is not None
+            return self._transfer
+
+    def when_filled(self, callback: Callable[[], object]) -> None:
+        """Call back once filled, now if it is."""
+        with self._changed:
+            if not self.filled:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def revoke(self, error: BaseException) -> None:
+        """Let go of the transfer and of its result: whoever asks from now on gets the error."""
+        with self._changed:
+            self._transfer, self._error = None, error
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+
+class TransferGroup(Transfer):
+    """A transfer of a list whose items are issued one after the other.
+
+    Everything a :class:`Transfer` has; ``result()`` is the list of the items' results.
+    """
+
+    def __init__(self, slots: Sequence[Slot], read_source: Callable[[StreamLike], None]) -> None:
+        super().__init__([], None, [], [], False)
+        self._slots = list(slots)
+        self._read_source = read_source
+
+    def result(self, timeout: float | None = None) -> Tree:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        results = []
+        for slot in self._slots:
+            transfer = slot.get(_left(deadline))
+            results.append(transfer.result(_left(deadline)))
+        return results
+
+    def wait(self, stream: StreamLike = None) -> Tree | None:
+        for slot in self._slots:
+            slot.get().wait(stream)
+        return None
+
+    def wait_source(self, stream: StreamLike = None) -> None:
+        for slot in self._slots:
+            slot.get().wait_source(stream)
+        self._read_source(stream)
+
+    def done(self) -> bool:
+        for slot in self._slots:
+            if not slot.filled:
+                return False
+            if slot.error is not None:
+                return True  # what is in flight was waited for before the error was delivered
+            if slot.transfer is not None and not slot.transfer.done():
+                return False
+        return True
+
+    def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
+        if self.done():
+            callback(self)
+            return
+        lock = threading.Lock()
+        left = len(self._slots)
+
+        def one_done(_transfer: Transfer | None = None) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                callback(self)
+
+        def filled(slot: Slot) -> None:
+            if slot.transfer is None:
+                one_done()
+            else:
+                slot.transfer.add_done_callback(one_done)
+
+        for slot in self._slots:
+            slot.when_filled(lambda slot=slot: filled(slot))  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, key: Any) -> Tree:
+        if isinstance(key, slice):
+            return [slot.get().result() for slot in self._slots[key]]
+        return self._slots[key].get().result()
+
+    def __iter__(self) -> Iterator[Tree]:
+        return (slot.get().result() for slot in self._slots)
+
+    def chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        for index, slot in enumerate(self._slots):
+            for _leaf, offset, view in slot.get().chunks():
+                yield index, offset, view
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.transfer.nbytes for slot in self._slots if slot.transfer is not None)
+
+    def elapsed(self) -> float:
+        return sum(slot.get().elapsed() for slot in self._slots)
+
+    def stats(self) -> dict[str, Any]:
+        every = [slot.transfer.stats() for slot in self._slots if slot.transfer is not None]
+        known = [stats["interval"] for stats in every if stats["interval"] is not None]
+        interval = (min(pair[0] for pair in known), max(pair[1] for pair in known)) if known else None
+        return {
+            "nbytes": self.nbytes,
+            "leaves": sum(stats["leaves"] for stats in every),
+            "chunks": sum(stats["chunks"] for stats in every),
+            "paths": sorted({path for stats in every for path in stats["paths"]}),
+            "interval": interval,
+        }
+
+    def __repr__(self) -> str:
+        issued = sum(slot.filled for slot in self._slots)
+        return f"<streamlap.Transfer of {len(self._slots)} items, {issued} issued>"
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

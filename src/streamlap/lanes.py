@@ -1,0 +1,243 @@
+"""One device's items of a pipeline, and how each is issued.
+
+On a GPU the caller's thread issues (``InlineLane``): ``fn`` enqueues on the caller's current stream
+and the copy follows on the copy stream. For CPU tensors a worker thread does (``HostLane``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from streamlap import _native, watch
+from streamlap.arrays import as_destination, as_source, check_matches, flatten
+from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
+from streamlap.errors import InvalidType
+from streamlap.group import Slot
+from streamlap.modes import CallerModes
+from streamlap.pinned import PinnedPool
+from streamlap.plan import WHOLE, plan_to_cpu
+from streamlap.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a lane computes and where its results go."""
+
+    fn: Callable[[Any], Any]
+    x: Any
+    default_fn: bool
+    as_numpy: bool
+    depth: int
+    pin: bool | None
+    dtype: torch.dtype | None
+    pool: PinnedPool | None
+    place: Place
+
+
+class Control:
+    """Whether the lanes of one pipeline go on."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped or _native.ending()
+
+
+class Stopped(Exception):
+    """Why an item was not computed: the pipeline was stopped before."""
+
+
+def annotate(error: BaseException, index: int) -> BaseException:
+    """Attach the item's index (0-based) to what was raised while it was computed."""
+    if not hasattr(error, "streamlap_index"):
+        with contextlib.suppress(Exception):
+            error.streamlap_index = index  # type: ignore[attr-defined]
+            error.add_note(f"streamlap: raised by item {index}")
+    return error
+
+
+def start_copy(
+    value: Any,
+    out: Any,
+    pin: bool | None,
+    dtype: torch.dtype | None,
+    pool: PinnedPool | None,
+    place: Place | None,
+    as_numpy: bool = False,
+) -> Transfer:
+    """Start copying an item's result to the host, whole."""
+    watch.ensure_started()
+    if out is None:
+        leaves, spec = flatten(value)
+        outs = [None] * len(leaves)
+    else:
+        source = as_source(value)
+        if source is None:
+            raise InvalidType(
+                f"with out, fn must give a tensor, not {type(value).__name__}"
+            )
+        check_matches(
+            as_destination(out, "out"), source.tensor.shape, dtype or source.tensor.dtype, "out"
+        )
+        leaves, spec = flatten(value)
+        outs = [out]
+    planned = plan_to_cpu(leaves, outs, dtype, pin, None, pool, WHOLE, place)
+    if as_numpy:
+        for leaf in planned.leaves:
+            if hasattr(leaf, "as_numpy"):
+                leaf.as_numpy = True
+    return Transfer(planned.leaves, spec, planned.parts, planned.borrowed, False)
+
+
+class Lane:
+    """The items of one input; ``slots[i]`` is item i's transfer."""
+
+    def __init__(self, job: Job, n: int, outs: list[Any] | None, control: Control) -> None:
+        self._job = job
+        self._outs = outs
+        self._control = control
+        self.slots = [Slot() for _ in range(n)]
+
+    def start(self) -> None:
+        """Begin, where a worker issues by itself."""
+
+    def issue(self, index: int) -> None:
+        """Issue one item, where the caller's thread does."""
+
+    def fail(self, error: BaseException) -> None:
+        """After ``error``: wait for what is in flight, and give every buffer back."""
+        if not isinstance(error, KeyboardInterrupt):
+            self._drain()
+        for slot in self.slots:
+            slot.revoke(error)
+
+    def read_source(self, stream: StreamLike) -> None:
+        """Order a later writer of the input after the last read of it."""
+        raise NotImplementedError
+
+    def _drain(self) -> None:
+        for slot in self.slots:
+            if slot.transfer is not None:
+                slot.transfer.exception()
+
+    def _copy(self, value: Any, index: int) -> Transfer:
+        job = self._job
+        out = None if self._outs is None else self._outs[index]
+        host_place = None if job.place.is_cuda else job.place
+        as_numpy = job.as_numpy and job.default_fn
+        return start_copy(value, out, job.pin, job.dtype, job.pool, host_place, as_numpy)
+
+    def _retire(self, index: int) -> None:
+        """Let go of an item's device memory, once its copy is done."""
+        transfer = self.slots[index].transfer
+        if transfer is not None:
+            transfer.release_done()
+
+
+class InlineLane(Lane):
+    """Issued by the caller's thread, on its current stream."""
+
+    def issue(self, index: int) -> None:
+        job = self._job
+        if index >= job.depth:
+            self._make_room(index - job.depth)
+        try:
+            with torch.no_grad(), _current_device(job.place):
+                value = job.fn(job.x)
+        except BaseException as error:
+            annotate(error, index)
+            raise
+        try:
+            self.slots[index].fill(self._copy(value, index))
+        except Exception as error:
+            annotate(error, index)
+            raise
+
+    def _make_room(self, index: int) -> None:
+        transfer = self.slots[index].transfer
+        assert transfer is not None
+        if self._job.default_fn:
+            # The product was allocated on the current stream, so once that stream waits for the
+            # copy, its allocator may hand the memory to the next product. No host wait.
+            transfer.wait()
+            transfer.release_source()
+        else:
+            # Nobody knows on which stream fn allocated its result: only a finished copy is safe.
+            transfer.finish()
+
+    def read_source(self, stream: StreamLike) -> None:
+        place = self._job.place
+        writer = as_stream(stream, place)
+        current = current_stream(place)
+        if writer is not None and current is not None and writer.handle != current.handle:
+            writer.wait(current.record())
+
+
+def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
+    if torch.cuda.current_device() == place.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(place.index)
+
+
+class HostLane(Lane):
+    """Issued by the compute worker of a logical device: each item's task launches the next."""
+
+    def __init__(
+        self, job: Job, n: int, outs: list[Any] | None, control: Control, modes: CallerModes
+    ) -> None:
+        super().__init__(job, n, outs, control)
+        self._modes = modes
+        self._compute = compute_stream(job.place)
+
+    def start(self) -> None:
+        if self.slots:
+            self._compute.launch(lambda: self._step(0))
+
+    def read_source(self, stream: StreamLike) -> None:
+        del stream  # every item is computed once its slot is filled, and the worker has read x then
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, KeyboardInterrupt) and not _native.ending():
+            for slot in self.slots:  # the worker fills every slot, with the error after a stop
+                with contextlib.suppress(BaseException):
+                    slot.get()
+        super().fail(error)
+
+    def _step(self, index: int) -> None:
+        try:
+            if self._control.stopped:
+                raise Stopped("the pipeline was stopped")
+            if index >= self._job.depth:
+                self._retire(index - self._job.depth)
+            value = self._modes.run(self._job.fn, self._job.x)
+            transfer = self._modes.run(self._copy, value, index)
+            del value
+        except BaseException as error:
+            if not isinstance(error, Stopped):
+                annotate(error, index)
+            self._control.stop()
+            self._drain()
+            for slot in self.slots[index:]:
+                slot.fill(None, error)
+            for slot in self.slots[:index]:
+                slot.revoke(error)
+            return
+        self.slots[index].fill(transfer)
+        following = index + 1
+        if following < len(self.slots):
+            if following >= self._job.depth:
+                earlier = self.slots[following - self._job.depth].transfer
+                if earlier is not None:
+                    earlier.wait(self._compute)
+                    self._compute.reset_error()  # its own result() tells; the next step must run
+            self._compute.launch(lambda: self._step(following))

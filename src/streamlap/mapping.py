@@ -1,0 +1,120 @@
+"""``pipelined_map``'s loop: a window of items in flight behind a generator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from streamlap import _native
+from streamlap.arrays import Tree, flatten
+from streamlap.devices import Place, compute_stream, current_stream, place_of, require_no_capture
+from streamlap.group import Slot
+from streamlap.lanes import Control, Stopped, annotate, start_copy
+from streamlap.modes import CallerModes
+from streamlap.pinned import PinnedPool
+
+
+def map_items(
+    fn: Callable[[Any], Any],
+    items: Iterator[Any],
+    depth: int,
+    pin: bool | None,
+    dtype: torch.dtype | None,
+    pool: PinnedPool | None,
+) -> Generator[Tree, None, None]:
+    """Yield results in order with at most ``depth`` items in flight."""
+    window: deque[Slot] = deque()
+    control = Control()
+    index = 0
+    more = True
+    wait_for_rest = True
+    slot: Slot | None
+    try:
+        while True:
+            while more and len(window) < depth:
+                slot = Slot()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    more = False
+                    break
+                except Exception as error:
+                    slot.fill(None, annotate(error, index))
+                    more = False
+                else:
+                    more = _issue(slot, fn, item, index, control, pin, dtype, pool)
+                    del item
+                window.append(slot)
+                index += 1
+            if not window:
+                return
+            slot = None  # a generator that sleeps must keep nothing alive
+            yield window.popleft().get().result()
+    except KeyboardInterrupt:
+        wait_for_rest = False
+        raise
+    finally:
+        control.stop()
+        if wait_for_rest and not _native.ending():
+            for slot in window:
+                with contextlib.suppress(Exception):
+                    slot.get().exception()
+        window.clear()
+
+
+def _worker_place(item: Any) -> Place | None:
+    """Return the logical device whose worker computes an item; None: the consumer's thread."""
+    for leaf in flatten(item)[0]:
+        if isinstance(leaf, torch.Tensor):
+            place = place_of(leaf.device)
+            return None if place.is_cuda else place
+        if hasattr(leaf, "__dlpack_device__") and not hasattr(leaf, "ctypes"):
+            return None
+    return None if torch.cuda.is_initialized() else place_of(torch.device("cpu"))
+
+
+def _issue(
+    slot: Slot,
+    fn: Callable[[Any], Any],
+    item: Any,
+    index: int,
+    control: Control,
+    pin: bool | None,
+    dtype: torch.dtype | None,
+    pool: PinnedPool | None,
+) -> bool:
+    """Issue one item; False when no more should follow."""
+    worker = _worker_place(item)
+    if worker is None:
+        if torch.cuda.is_initialized():
+            place = place_of(torch.device("cuda"))
+            require_no_capture(current_stream(place), "pipelined_map()")
+        try:
+            with torch.no_grad():
+                value = fn(item)
+            slot.fill(start_copy(value, None, pin, dtype, pool, None))
+        except Exception as error:
+            slot.fill(None, annotate(error, index))
+            return False
+        return True
+
+    modes = CallerModes()
+
+    def compute() -> None:
+        try:
+            if control.stopped:
+                raise Stopped("the pipeline was stopped")
+            value = modes.run(fn, item)
+            slot.fill(modes.run(start_copy, value, None, pin, dtype, pool, worker))
+        except Stopped as error:
+            slot.fill(None, error)
+        except BaseException as error:
+            control.stop()
+            slot.fill(None, annotate(error, index))
+
+    compute_stream(worker).launch(compute)
+    return True

@@ -1,0 +1,254 @@
+"""Page-locked memory as tensors: pools with a hard limit, and tensors that own their block."""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from streamlap import _native
+from streamlap.devices import (
+    Place,
+    StreamLike,
+    as_stream,
+    cuda_reason,
+    cuda_runtime,
+    host_runtime,
+    parse_device,
+    place_of,
+)
+from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
+from streamlap.sizes import default_pinned_limit, parse_size
+
+
+class PinnedPool:
+    """A pool of page-locked memory with a hard limit.
+
+    Blocks come back when the last tensor on them is gone *and* every event that used them is done.
+    Sizes are rounded up by at most 12.5 % from 4 KiB up; smaller ones take 4 KiB. A block is never
+    smaller than what was asked for. On a machine without a GPU it is ordinary memory, handled the
+    same way.
+
+    Args:
+        limit: bytes that may be reserved, as an int or a string like ``"2GiB"``. ``None``: a quarter
+            of the memory, divided by ``LOCAL_WORLD_SIZE``; ``STREAMLAP_PINNED_LIMIT`` overrides.
+
+    Raises:
+        InvalidArgument: a limit that is no size, or below the smallest block (4 KiB).
+
+    Thread-safe. Blocks are not sorted by NUMA node: on a machine with several, run one process per
+    node under ``numactl`` to keep copies local.
+    """
+
+    def __init__(self, limit: int | str | None = None) -> None:
+        self._given = None if limit is None else parse_size(limit, "limit")
+        if self._given is not None and self._given < _native.Pool.smallest_block:
+            raise InvalidArgument(
+                f"a pool limit of {self._given} bytes is below the smallest block "
+                f"({_native.Pool.smallest_block} bytes)"
+            )
+        self._lock = threading.Lock()
+        self._native: _native.Pool | None = None
+
+    def _runtime(self) -> _native.Runtime:
+        return cuda_runtime() if torch.cuda.is_available() and not cuda_reason() else host_runtime()
+
+    def _pool(self) -> _native.Pool:
+        if self._native is None:
+            with self._lock:
+                if self._native is None:
+                    limit = self._given if self._given is not None else default_pinned_limit()
+                    self._native = _native.Pool(self._runtime(), limit)
+        return self._native
+
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: torch.dtype | None = None,
+        *,
+        stride: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return an uninitialised pinned tensor; see :func:`empty_pinned`.
+
+        ``stride`` (in elements, dense and without overlap) is that of a contiguous tensor if left
+        out.
+        """
+        sizes = _as_shape(shape)
+        dtype = _as_dtype(dtype)
+        count = math.prod(sizes)
+        if count == 0:
+            tensor = torch.empty(sizes, dtype=dtype)
+            return tensor if stride is None else tensor.as_strided(sizes, tuple(stride))
+        block = self._allocate(count * dtype.itemsize)
+        flat = torch.frombuffer(block, dtype=dtype, count=count)
+        return flat.view(sizes) if stride is None else flat.as_strided(sizes, tuple(stride))
+
+    def _allocate(self, nbytes: int) -> _native.Block:
+        pool = self._pool()
+        try:
+            return pool.allocate(nbytes)
+        except PoolExhausted:
+            if not self.refresh_limit(nbytes):
+                raise
+            return pool.allocate(nbytes)
+
+    def refresh_limit(self, nbytes: int) -> bool:
+        """Raise a default limit that ``nbytes`` more would exceed, if the memory has grown.
+
+        Virtual machines grow their memory on demand. Returns whether the limit was raised.
+        """
+        pool = self._pool()
+        if self._given is not None or nbytes <= pool.limit - pool.stats()["live"]:
+            return False
+        limit = default_pinned_limit()
+        if limit <= pool.limit:
+            return False
+        pool.limit = limit
+        return True
+
+    @staticmethod
+    def block_bytes(nbytes: int) -> int:
+        """Return the bytes that a block for ``nbytes`` takes of the limit."""
+        return _native.Pool.size_class(nbytes)
+
+    @property
+    def limit(self) -> int:
+        """The limit in bytes."""
+        return self._pool().limit
+
+    def stats(self) -> dict[str, int]:
+        """Return the pool's figures, all taken at one moment.
+
+        Bytes: ``limit``, ``reserved`` (= ``live`` + ``in_flight`` + ``cached``), ``live`` (held),
+        ``in_flight`` (let go, work not done), ``cached`` (ready for reuse), ``waste`` (rounding of
+        what is held), ``peak`` (most ever reserved). Counts: ``live_blocks``, ``hits``, ``misses``.
+        """
+        return self._pool().stats()
+
+    def trim(self) -> int:
+        """Give cached memory back to the system; return the bytes given back."""
+        return self._pool().trim()
+
+    def __repr__(self) -> str:
+        if self._native is None:
+            return "PinnedPool(unused)"
+        stats = self.stats()
+        return f"PinnedPool(limit={stats['limit']}, live={stats['live']}, cached={stats['cached']})"
+
+
+class _RuntimePool(PinnedPool):
+    """The pool that serves one runtime by default."""
+
+    def __init__(self, cuda: bool) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def _runtime(self) -> _native.Runtime:
+        return cuda_runtime() if self._cuda else host_runtime()
+
+
+_cuda_pool = _RuntimePool(cuda=True)
+_host_pool = _RuntimePool(cuda=False)
+
+
+def pool_for(place: Place) -> PinnedPool:
+    """Return the default pool for results of ``place``."""
+    return _cuda_pool if place.is_cuda else _host_pool
+
+
+def _default_pool() -> PinnedPool:
+    return _cuda_pool if torch.cuda.is_available() and not cuda_reason() else _host_pool
+
+
+def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = tuple(operator.index(size) for size in sizes)
+    except TypeError as error:
+        raise InvalidType(f"shape must be an int or ints, not {shape!r}") from error
+    if any(size < 0 for size in sizes):
+        raise InvalidArgument(f"shape must not be negative: {sizes}")
+    return sizes
+
+
+def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
+    return dtype
+
+
+def empty_pinned(
+    shape: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    pool: PinnedPool | None = None,
+) -> torch.Tensor:
+    """Return an uninitialised contiguous tensor in page-locked memory.
+
+    Args:
+        shape: an int or a sequence of ints.
+        dtype: torch's default dtype if left out.
+        pool: where the memory comes from; the process's own pool if left out.
+
+    Raises:
+        PoolExhausted: the limit would be exceeded by what is held; it waits only for blocks whose
+            work is in flight.
+        InvalidArgument, InvalidType: a shape or dtype that is none.
+
+    The tensor and its views own the block. When the last one dies, the block is reused after the
+    work that torch's current streams have been given by then; work on other streams is declared
+    with :func:`record_use`. Thread-safe.
+    """
+    if pool is not None and not isinstance(pool, PinnedPool):
+        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
+    return (pool or _default_pool()).empty(shape, dtype)
+
+
+def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
+    """Declare that work enqueued on ``stream`` so far uses a pinned tensor's memory.
+
+    Its block is not reused before that work is done, however soon the tensor dies.
+
+    Args:
+        tensor: any view of a tensor of streamlap's pinned memory.
+        stream: a stream of torch, CuPy or numba, a raw handle, or streamlap's own.
+
+    Raises:
+        InvalidArgument: the tensor is not in a pinned pool.
+
+    Thread-safe.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        raise InvalidType("record_use needs a tensor in pinned memory")
+    if isinstance(stream, _native.Stream):
+        native = stream
+    else:
+        if stream is None:
+            raise InvalidType("record_use needs the stream that uses the tensor")
+        resolved = as_stream(stream, Place(cuda_runtime(), max(torch.cuda.current_device(), 0)))
+        assert resolved is not None
+        native = resolved
+    if tensor.numel() == 0:
+        return
+    address = tensor.data_ptr()
+    if not _native.record_use(address, native):
+        raise InvalidArgument("the tensor is not in memory of a pinned pool")
+
+
+def pool_stats(device: str | int | torch.device | None = None) -> dict[str, int]:
+    """Return the figures of the process's own pool: see :meth:`PinnedPool.stats`.
+
+    Args:
+        device: ``"cpu"`` or a CUDA device: the pool that serves it; None: the one that
+            :func:`empty_pinned` uses.
+
+    Raises:
+        InvalidArgument: no such device.
+    """
+    if device is None:
+        return _default_pool().stats()
+    return pool_for(place_of(parse_device(device))).stats()

@@ -1,0 +1,379 @@
+"""GEMMs (or any function) on the compute stream, their results on the way to the host meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
+from streamlap.devices import Place, StreamLike, compute_stream, current_stream, place_of
+from streamlap.devices import require_no_capture as _require_no_capture
+from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
+from streamlap.group import Slot, TransferGroup
+from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
+from streamlap.mapping import map_items
+from streamlap.modes import CallerModes
+from streamlap.pinned import PinnedPool, pool_for
+
+Fn = Callable[[Any], Any]
+
+DEFAULT_DEPTH = 4
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x.mm(x)``: what the pipelines compute by default."""
+    return x.mm(x)
+
+
+def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
+    """Compute ``fn(x)`` ``n`` times where ``x`` is; return the ``n`` results there.
+
+    Args:
+        x: a square matrix for the default ``fn``, else whatever ``fn`` takes.
+        n: how often.
+        fn: ``x.mm(x)`` if left out. It runs under ``no_grad``.
+
+    On a GPU the results are not finished when this returns, as with any torch operation; on a CPU
+    they are.
+
+    Raises:
+        InvalidArgument, InvalidType: ``n`` is no count, ``x`` is not square for the default ``fn``.
+    """
+    count = _as_count(n)
+    argument, _numpy, _place = _checked_x(x, fn, 0)
+    compute = square if fn is None else _as_fn(fn)
+    with torch.no_grad():
+        return [compute(argument) for _ in range(count)]
+
+
+def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> list[list[Any]]:
+    """Run :func:`run` for each of ``xs`` at once, each on its own device.
+
+    Args:
+        xs: inputs, usually one a device; CPU tensors are spread over logical devices in order.
+        n: how often each.
+        fn: as for :func:`run`.
+
+    Returns:
+        A list for each input, as :func:`run` gives it.
+
+    Raises:
+        As :func:`run`; what ``fn`` raises comes with the index of its item.
+    """
+    count = _as_count(n)
+    if not isinstance(xs, (list, tuple)):
+        raise InvalidType(f"parallel_run takes a list of inputs, not {type(xs).__name__}")
+    compute = square if fn is None else _as_fn(fn)
+    checked = [_checked_x(x, fn, position) for position, x in enumerate(xs)]
+    results: list[list[Any]] = [[] for _ in checked]
+    inline = [lane for lane, (_, _, place) in enumerate(checked) if place.is_cuda]
+    workers = [lane for lane, (_, _, place) in enumerate(checked) if not place.is_cuda]
+    modes = CallerModes()
+    slots = []
+    control = Control()
+
+    def on_worker(lane: int, slot: Slot) -> None:
+        error: BaseException | None = None
+        for index in range(count):
+            if control.stopped:
+                break
+            try:
+                results[lane].append(modes.run(compute, checked[lane][0]))
+            except BaseException as raised:
+                error = annotate(raised, index)
+                control.stop()
+                break
+        slot.fill(None, error or _Finished())
+
+    for lane in workers:
+        slot = Slot()
+        slots.append(slot)
+        compute_stream(checked[lane][2]).launch(lambda lane=lane, slot=slot: on_worker(lane, slot))
+    try:
+        with torch.no_grad():
+            for index in range(count):
+                for lane in inline:
+                    try:
+                        results[lane].append(compute(checked[lane][0]))
+                    except Exception as raised:
+                        annotate(raised, index)
+                        raise
+        for slot in slots:
+            with contextlib.suppress(_Finished):
+                slot.get()
+    finally:
+        control.stop()
+    return results
+
+
+class _Finished(BaseException):
+    """Not an error: a worker has no transfer to deliver."""
+
+
+def pipelined_run(
+    x: Any,
+    n: int = 50,
+    *,
+    fn: Fn | None = None,
+    out: Any = None,
+    depth: int | None = None,
+    pin: bool | None = None,
+    dtype: torch.dtype | None = None,
+    panels: int | None = None,
+    wait: bool = True,
+    pool: PinnedPool | None = None,
+) -> Any:
+    """Compute ``fn(x)`` ``n`` times and bring all results to the host meanwhile.
+
+    Args:
+        x: a tensor, CuPy or NumPy array, or anything on a device with DLPack. A list of them runs
+            on all their devices at once and gives a list of lists.
+        n: how often ``fn`` is called, exactly.
+        fn: ``x.mm(x)`` (``x`` square) if left out. On a GPU it is called in this thread on the
+            current stream, under ``no_grad``; for CPU tensors on a worker thread with the caller's
+            gradient, inference and autocast modes. It must give a fresh result each time.
+        out: where results go: ``n`` tensors or arrays, or one with leading dimension ``n``; for a
+            list of ``x`` a list of these.
+        depth: how many results may be on the device at once; 4 if left out.
+        pin: results in page-locked memory (None, True) or in ordinary memory (False).
+        dtype: convert results to this dtype on the device.
+        panels: how many row panels the last product is cut into; only 1 (None) so far.
+        wait: False returns a :class:`Transfer` of ``n`` items as soon as everything is issued
+            (GPU; it may wait for room) or at once (CPU).
+        pool: where pinned memory comes from.
+
+    Returns:
+        A list of ``n`` host tensors, ready to read; NumPy arrays for CuPy and NumPy input.
+
+    Raises:
+        InvalidArgument, InvalidType: an argument that makes no sense. Nothing was enqueued.
+        PoolExhausted: the results do not fit the pool's limit.
+        SourceModified: ``fn`` wrote to a result that it had given before.
+        Exception: what ``fn`` raised, the original object, with ``.streamlap_index``. What was in
+            flight was waited for, and every buffer given back.
+
+    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them.
+    """
+    many = isinstance(x, (list, tuple))
+    inputs = list(x) if many else [x]
+    count = _as_count(n)
+    limit = _as_depth(DEFAULT_DEPTH if depth is None else depth)
+    _check_options(pin, dtype, panels, wait, pool)
+    compute = square if fn is None else _as_fn(fn)
+    checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
+    outs = _checked_outs(out, many, count, [pair[0] for pair in checked], fn, dtype)
+    if fn is None and out is None and pin is not False:
+        _check_room(checked, count, dtype, pool)
+
+    control = Control()
+    modes = CallerModes()
+    lanes: list[Lane] = []
+    for (argument, as_numpy, place), lane_out in zip(checked, outs, strict=True):
+        job = Job(compute, argument, fn is None, as_numpy, limit, pin, dtype, pool, place)
+        if place.is_cuda:
+            _require_no_capture(current_stream(place), "pipelined_run()")
+            lanes.append(InlineLane(job, count, lane_out, control))
+        else:
+            lanes.append(HostLane(job, count, lane_out, control, modes))
+    try:
+        for lane in lanes:
+            lane.start()
+        for index in range(count):
+            for lane in lanes:
+                lane.issue(index)
+        if not wait:
+            groups = [TransferGroup(lane.slots, lane.read_source) for lane in lanes]
+            return _bundle(groups) if many else groups[0]
+        results = [[slot.get().result() for slot in lane.slots] for lane in lanes]
+    except BaseException as error:
+        control.stop()
+        for lane in lanes:
+            lane.fail(error)
+        raise
+    return results if many else results[0]
+
+
+def _bundle(groups: list[TransferGroup]) -> TransferGroup:
+    slots = []
+    for group in groups:
+        slot = Slot()
+        slot.fill(group)
+        slots.append(slot)
+
+    def read_source(stream: StreamLike) -> None:
+        del stream  # each group has done it for itself
+
+    return TransferGroup(slots, read_source)
+
+
+def pipelined_map(
+    fn: Fn,
+    items: Iterable[Any],
+    depth: int = DEFAULT_DEPTH,
+    *,
+    pin: bool | None = None,
+    dtype: torch.dtype | None = None,
+    pool: PinnedPool | None = None,
+) -> Generator[Tree, None, None]:
+    """Yield ``fn(item)`` on the host for each item, in order, computing ahead meanwhile.
+
+    Args:
+        fn: called once an item, in order. Items with CPU tensors are computed on a worker thread,
+            everything else in the consumer's thread on its current stream.
+        items: any iterable; it is advanced in the consumer's thread, at most ``depth`` items ahead.
+        depth: how many items are in flight; it bounds device and pinned memory.
+        pin, dtype, pool: as for :func:`pipelined_run`.
+
+    Yields:
+        Host tensors (or trees of them), ready to read.
+
+    Raises:
+        InvalidArgument, InvalidType: at the call, not at the first item.
+        Exception: what ``fn`` or ``items`` raised, at that item's turn, with ``.streamlap_index``.
+
+    A consumer that stops early (``close()``, ``break``) loses nothing: what is in flight is waited
+    for, and every buffer is given back. One thread at a time may advance it.
+    """
+    limit = _as_depth(depth)
+    _check_options(pin, dtype, None, True, pool)
+    compute = _as_fn(fn)
+    try:
+        iterator: Iterator[Any] = iter(items)
+    except TypeError as error:
+        raise InvalidType(f"items must be iterable, not {type(items).__name__}") from error
+    return map_items(compute, iterator, limit, pin, dtype, pool)
+
+
+# -- checks
+
+
+def _as_count(n: object) -> int:
+    try:
+        if isinstance(n, bool):
+            raise TypeError
+        count = operator.index(n)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidType(f"n must be an int, not {n!r}") from None
+    if count < 0:
+        raise InvalidArgument(f"n must not be negative, not {count}")
+    return count
+
+
+def _as_depth(depth: object) -> int:
+    try:
+        if isinstance(depth, bool):
+            raise TypeError
+        value = operator.index(depth)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidType(f"depth must be an int, not {depth!r}") from None
+    if value < 1:
+        raise InvalidArgument(f"depth must be at least 1, not {value}")
+    return value
+
+
+def _as_fn(fn: object) -> Fn:
+    if not callable(fn):
+        raise InvalidType(f"fn must be callable, not {fn!r}")
+    return fn
+
+
+def _check_options(pin: object, dtype: object, panels: object, wait: object, pool: object) -> None:
+    if pin is not None and not isinstance(pin, bool):
+        raise InvalidType(f"pin must be True, False or None, not {pin!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
+    if pool is not None and not isinstance(pool, PinnedPool):
+        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
+    if not isinstance(wait, bool):
+        raise InvalidType(f"wait must be True or False, not {wait!r}")
+    if panels is not None and (isinstance(panels, bool) or panels != 1):
+        raise InvalidArgument(f"panels must be None or 1, not {panels!r}")
+
+
+def _checked_x(x: Any, fn: Fn | None, position: int) -> tuple[Any, bool, Place]:
+    """Return what ``fn`` is given, whether results are NumPy arrays, and where it runs."""
+    source = as_source(x)
+    if source is None:
+        raise InvalidType(f"x must be a tensor or an array on a device, not {type(x).__name__}")
+    tensor = source.tensor
+    place = place_of(tensor.device, position)
+    if fn is not None:
+        return x, source.as_numpy, place
+    if tensor.ndim != 2 or tensor.shape[0] != tensor.shape[1]:
+        raise InvalidArgument(
+            f"x must be a square matrix for the default fn, x.mm(x), not {tuple(tensor.shape)}; "
+            "pass fn for anything else"
+        )
+    return tensor, source.as_numpy, place
+
+
+def _checked_outs(
+    out: Any, many: bool, n: int, xs: list[Any], fn: Fn | None, dtype: torch.dtype | None
+) -> list[list[Any] | None]:
+    if out is None:
+        return [None] * len(xs)
+    if many and (not isinstance(out, (list, tuple)) or len(out) != len(xs)):
+        raise InvalidArgument(f"out must be a list of {len(xs)}, one for each x")
+    lanes: list[list[Any] | None] = []
+    every: list[torch.Tensor] = []
+    for lane_out, x in zip(out if many else [out], xs, strict=True):
+        if isinstance(lane_out, (list, tuple)):
+            items = list(lane_out)
+        else:
+            whole = as_destination(lane_out, "out")
+            if whole.ndim == 0 or whole.shape[0] != n:
+                raise InvalidArgument(
+                    f"out must be {n} tensors or one of leading dimension {n}, "
+                    f"not of shape {tuple(whole.shape)}"
+                )
+            items = list(lane_out)
+        if len(items) != n:
+            raise InvalidArgument(f"out has {len(items)} items, not {n}")
+        for index, item in enumerate(items):
+            tensor = as_destination(item, f"out[{index}]")
+            if tensor.device.type != "cpu":
+                raise InvalidArgument(f"out[{index}] is on {tensor.device}, not on the host")
+            if fn is None:
+                check_matches(tensor, x.shape, dtype or x.dtype, f"out[{index}]")
+            every.append(tensor)
+        lanes.append(items)
+    pair = overlapping(every)
+    if pair is not None:
+        raise InvalidArgument(f"out[{pair[0]}] and out[{pair[1]}] overlap in memory")
+    for x in xs:
+        source = as_source(x)
+        if source is not None and any(overlapping([x_out, source.tensor]) for x_out in every):
+            raise InvalidArgument("out overlaps x in memory")
+    return lanes
+
+
+def _check_room(
+    checked: list[tuple[Any, bool, Place]],
+    n: int,
+    dtype: torch.dtype | None,
+    pool: PinnedPool | None,
+) -> None:
+    """Refuse results that can never fit, before the first product."""
+    needed: dict[PinnedPool, int] = {}
+    for tensor, _numpy, place in checked:
+        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if nbytes:
+            target = pool or pool_for(place)
+            needed[target] = needed.get(target, 0) + n * target.block_bytes(nbytes)
+    for target, nbytes in needed.items():
+        target.refresh_limit(nbytes)
+        stats = target.stats()
+        if nbytes > stats["limit"] - stats["live"]:
+            raise PoolExhausted(
+                f"{n} results for each of {len(checked)} inputs need {nbytes} bytes of pinned "
+                f"memory; {stats['live']} of the pool's {stats['limit']} bytes are held. Drop "
+                "results, raise the limit (STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
+                stats["live"],
+                stats["limit"],
+            )
+
+

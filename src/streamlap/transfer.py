@@ -1,0 +1,519 @@
+"""Copies between devices and host: ``to_cpu``, ``to_device`` and the handle they give back.
+
+This file says what a :class:`Transfer` promises and checks arguments; ``plan.py`` decides how each
+leaf is copied and enqueues it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from streamlap import _native, watch
+from streamlap.arrays import Source, Tree, TreeSpec, flatten, unflatten, version_of
+from streamlap.devices import StreamLike, as_stream, current_stream, parse_device, require_no_capture
+from streamlap.errors import InvalidArgument, InvalidType, SourceModified, TransferTimeout
+from streamlap.pinned import PinnedPool
+from streamlap.plan import DEFAULT_CHUNK, Copied, Part, plan_to_cpu, plan_to_device
+
+
+class Transfer:
+    """The handle of one copy, or of one tree of copies; the only way to the result.
+
+    It keeps source and destination alive until the copy is done, however soon it is dropped
+    itself. All methods may be called from any thread. Waiting releases the interpreter's lock, and
+    Ctrl-C interrupts it; the copy goes on.
+
+    Until :meth:`wait_source`, :meth:`done` or :meth:`result` says that it has been read, a source
+    is *borrowed*: writing to it makes :meth:`result` raise :class:`SourceModified`.
+    """
+
+    def __init__(
+        self,
+        leaves: list[Copied | Any],
+        spec: TreeSpec | None,
+        parts: list[Part],
+        borrowed: list[Source],
+        to_device: bool,
+    ) -> None:
+        self._leaves = leaves
+        self._spec = spec
+        self._parts = parts
+        self._borrowed = borrowed
+        self._to_device = to_device
+        self._modified: SourceModified | None = None
+        self._lock = threading.Lock()
+
+    # -- waiting
+
+    def result(self, timeout: float | None = None) -> Tree:
+        """Block until the copy is done; return the destination, or the tree of destinations.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
+        Raises:
+            TransferTimeout: not done within ``timeout``. Ask again.
+            SourceModified: a borrowed source was written too early; the result is not to be used.
+            Exception: what the work that made the source raised, or DeviceError.
+        """
+        self._sync(timeout)
+        self.finish()
+        return self._value()
+
+    def wait(self, stream: StreamLike = None) -> Tree | None:
+        """Order a consumer's stream after the copy; the calling thread does not wait for it.
+
+        Args:
+            stream: whose later work reads the destination; None: the current stream of each device
+                concerned. Where there is no stream (CPU tensors), the calling thread waits.
+
+        Returns:
+            The destination if it is on a device (``to_device``), else None.
+        """
+        for part in self._parts:
+            consumer = self._consumer(part, stream)
+            if consumer is None:
+                part.native.sync()
+            else:
+                part.native.wait_on_stream(consumer)
+        return self._value() if self._to_device else None
+
+    def wait_source(self, stream: StreamLike = None) -> None:
+        """Order a later writer of the source after the copy has read it.
+
+        Args:
+            stream: the writer's stream; None: the current stream of the source's device. A source
+                in host memory is written by the calling thread, so that thread waits.
+
+        From here on the source is no longer borrowed.
+        """
+        self._check_borrowed()
+        for part in self._parts:
+            writer = self._writer(part, stream)
+            if writer is None:
+                part.native.sync()
+            else:
+                part.native.wait_on_stream(writer)
+        self._borrowed = []
+
+    def done(self) -> bool:
+        """Return whether the copy is done, with or without an error; never blocks."""
+        try:
+            if not all(part.native.done() for part in self._parts):
+                return False
+        except Exception:
+            return all(_settled(part.native) for part in self._parts)
+        self._finish()
+        return True
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block until the copy is done; return what :meth:`result` would raise, or None.
+
+        Raises:
+            TransferTimeout: not done within ``timeout`` seconds.
+        """
+        try:
+            self.result(timeout)
+        except TransferTimeout:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
+        """Call ``callback(self)`` once the copy is done: now if it is, else on one shared thread.
+
+        What the callback raises is logged to the logger ``streamlap``. Callbacks should be short:
+        they wait for each other.
+        """
+        if not callable(callback):
+            raise InvalidType(f"a callback is called; {callback!r} cannot be")
+        if self.done():
+            callback(self)
+            return
+        left = len(self._parts)
+        lock = threading.Lock()
+
+        def part_done() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                callback(self)
+
+        watch.ensure_started()
+        for part in self._parts:
+            part.native.watch(part_done)
+
+    def __await__(self) -> Generator[Any, None, Tree]:
+        """Wait in asyncio. Cancelling the await does not cancel the copy."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake(_transfer: Transfer) -> None:
+            def set_done() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            try:
+                loop.call_soon_threadsafe(set_done)
+            except RuntimeError:
+                pass  # the loop was closed: nobody awaits any more
+
+        self.add_done_callback(wake)
+        yield from future.__await__()
+        return self.result()
+
+    # -- parts of the result
+
+    def __len__(self) -> int:
+        """Return the number of items of a list, tuple or dict; TypeError for a single tensor."""
+        return len(self._children())
+
+    def __getitem__(self, key: Any) -> Tree:
+        """Wait for one item of a list, tuple or dict only, and return it."""
+        children = self._children()
+        if isinstance(children, Mapping):
+            return self._child_result(children[key])
+        if isinstance(key, slice):
+            return [self._child_result(child) for child in children[key]]
+        return self._child_result(children[operator.index(key)])
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Iterate over the items of a list or tuple, waiting for each; over the keys of a dict."""
+        children = self._children()
+        if isinstance(children, Mapping):
+            return iter(children)
+        return (self._child_result(child) for child in children)
+
+    def chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the pieces of the copy as they land: ``(leaf, offset, view)``.
+
+        ``leaf`` is the leaf's index in the flattened tree, ``offset`` the piece's first element and
+        ``view`` its elements as a flat tensor. Pieces come in order of issue and are cut at element
+        boundaries. A leaf whose destination is not contiguous comes whole, with offset 0.
+        """
+        for part in self._parts:
+            for piece, (leaf, offset, nbytes) in enumerate(part.native.chunks()):
+                index = part.leaves[leaf]
+                tensor: torch.Tensor = self._leaves[index].tensor
+                part.native.chunk_sync(piece)
+                if tensor.is_contiguous() and nbytes < tensor.nbytes:
+                    first = offset // tensor.itemsize
+                    yield index, first, tensor.view(-1)[first : first + nbytes // tensor.itemsize]
+                else:
+                    yield index, 0, tensor.view(-1) if tensor.is_contiguous() else tensor
+
+    # -- figures
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied, all leaves together."""
+        return sum(leaf.tensor.nbytes for leaf in self._leaves if isinstance(leaf, Copied))
+
+    def elapsed(self) -> float:
+        """Return the seconds from the first copy's start to the last one's end.
+
+        Raises:
+            InvalidArgument: the transfer is not done.
+        """
+        if not self.done():
+            raise InvalidArgument("elapsed() of a transfer that is not done; call result() first")
+        return max((part.native.elapsed() for part in self._parts), default=0.0)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was done: ``nbytes``, ``leaves``, ``chunks``, and the ``paths`` taken.
+
+        A path is ``direct`` (the copy engine, to or from pinned memory), ``driver`` (ordinary
+        memory, by the driver), ``unpack`` (a last step after the copy) or ``host`` (memcpy on a
+        worker). Once done, ``interval`` is when the copy began and ended in seconds of
+        ``time.perf_counter()`` where the runtime knows it (None elsewhere).
+        """
+        begin = end = None
+        if self.done():
+            known = [part.native.interval() for part in self._parts]
+            known = [pair for pair in known if pair[0] == pair[0] and pair[1] == pair[1]]
+            if known:
+                begin, end = min(pair[0] for pair in known), max(pair[1] for pair in known)
+        return {
+            "nbytes": self.nbytes,
+            "leaves": sum(isinstance(leaf, Copied) for leaf in self._leaves),
+            "chunks": sum(len(part.native.chunks()) for part in self._parts),
+            "paths": sorted({part.path for part in self._parts}),
+            "interval": None if begin is None else (begin, end),
+        }
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "in flight"
+        return f"<streamlap.Transfer of {self.nbytes} bytes, {state}>"
+
+    # -- inside
+
+    def _sync(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + _seconds(timeout)
+        for part in self._parts:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not part.native.sync(left):
+                raise TransferTimeout(
+                    f"a transfer of {self.nbytes} bytes was not done within {timeout} s"
+                )
+
+    def _finish(self) -> None:
+        """Once done: check what was borrowed, and let go of the source."""
+        self._check_borrowed()
+        self._borrowed = []
+        for part in self._parts:
+            part.native.release_all()
+
+    def _check_borrowed(self) -> None:
+        with self._lock:
+            for source in self._borrowed:
+                if source.version is not None and version_of(source.tensor) != source.version:
+                    shape = tuple(source.tensor.shape)
+                    self._modified = self._modified or SourceModified(
+                        f"the source of a transfer (shape {shape} on {source.tensor.device}) was "
+                        "written while it was borrowed, so the copy may hold old or new bytes. "
+                        "Call wait_source(), done() or result() before writing to it, or pass "
+                        "protect=True"
+                    )
+
+    # -- for the pipelines
+
+    def release_source(self) -> None:
+        """Let go of the source early: the caller has ordered every later use of its memory."""
+        self._check_borrowed()
+        self._borrowed = []
+        for part in self._parts:
+            part.native.release_source()
+
+    def finish(self) -> None:
+        """Block until the copy is done and let go of the source; raise what :meth:`result` would."""
+        self._sync(None)
+        self._finish()
+        if self._modified is not None:
+            raise self._modified
+
+    def release_done(self) -> None:
+        """Let go of the source of a transfer that a stream was made to wait for."""
+        if self.done():
+            self._finish()
+
+    def _consumer(self, part: Part, stream: StreamLike) -> _native.Stream | None:
+        if stream is None:
+            consumer = current_stream(part.place)
+        elif not part.place.is_cuda and not isinstance(stream, _native.Stream):
+            consumer = None  # the copy is a host's; no device stream can wait for it
+        else:
+            consumer = as_stream(stream, part.place)
+        require_no_capture(consumer, "wait()")
+        return consumer
+
+    def _writer(self, part: Part, stream: StreamLike) -> _native.Stream | None:
+        if stream is None and not part.source_on_device:
+            return None
+        if stream is None:
+            return current_stream(part.source_place)
+        return self._consumer(part, stream)
+
+    def _value(self) -> Tree:
+        values = [leaf.value() if isinstance(leaf, Copied) else leaf for leaf in self._leaves]
+        return values[0] if self._spec is None else unflatten(values, self._spec)
+
+    def _children(self) -> Any:
+        """Return the items of the root, each as (first leaf, past the last, spec)."""
+        spec = self._spec
+        if spec is None or spec.is_leaf():
+            raise InvalidType("a transfer of a single tensor has no items; use result()")
+        children = []
+        first = 0
+        for child in spec.children():
+            children.append((first, first + child.num_leaves, child))
+            first += child.num_leaves
+        if spec.type is not None and issubclass(spec.type, dict):
+            keys = spec.context[1] if isinstance(spec.context, list) and len(
+                spec.context
+            ) == 2 and spec.type.__name__ == "defaultdict" else spec.context
+            return dict(zip(keys, children, strict=True))
+        return children
+
+    def _child_result(self, child: tuple[int, int, TreeSpec]) -> Tree:
+        first, last, spec = child
+        for leaf in self._leaves[first:last]:
+            if isinstance(leaf, Copied) and leaf.part is not None:
+                leaf.part.native.leaf_sync(leaf.position)
+        self._check_borrowed()
+        if self._modified is not None:
+            raise self._modified
+        values = [
+            leaf.value() if isinstance(leaf, Copied) else leaf for leaf in self._leaves[first:last]
+        ]
+        return unflatten(values, spec)
+
+
+def _settled(native: _native.Transfer) -> bool:
+    try:
+        return native.done()
+    except Exception:
+        return True
+
+
+def _seconds(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise InvalidType(f"timeout must be seconds, not {timeout!r}")
+    if not timeout >= 0:
+        raise InvalidArgument(f"timeout must not be negative, not {timeout}")
+    return float(timeout)
+
+
+def _check_common(dtype: object, pool: object) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
+    if pool is not None and not isinstance(pool, PinnedPool):
+        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
+
+
+def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
+    if out is None:
+        return [None] * count
+    leaves, out_spec = flatten(out)
+    if out_spec != spec:
+        raise InvalidArgument(
+            f"out is a tree of another shape than the source: {out_spec} instead of {spec}"
+        )
+    return leaves
+
+
+def to_cpu(
+    tree: Tree,
+    out: Tree | None = None,
+    dtype: torch.dtype | None = None,
+    pin: bool | None = None,
+    stream: StreamLike = None,
+    protect: bool = False,
+    *,
+    pool: PinnedPool | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK,
+) -> Transfer:
+    """Start copying tensors to the host; return at once.
+
+    Args:
+        tree: a tensor, a NumPy or CuPy array, anything with DLPack, or a tree of them. Leaves that
+            are none of these pass through. CPU tensors are copied too.
+        out: where to copy to: tensors or NumPy arrays of the same tree, shapes and dtypes.
+        dtype: convert to this dtype on the source's device first.
+        pin: results in page-locked memory (None and True) or in ordinary memory (False).
+        stream: where the sources were written; None: the caller's current stream.
+        protect: make that stream wait until the sources have been read (a host source: block).
+        pool: where pinned memory comes from; the process's own pool if left out.
+        chunk_bytes: no single copy is longer than this.
+
+    Returns:
+        A :class:`Transfer`. Results are contiguous, or have the source's strides where those are
+        dense; of NumPy and CuPy sources they are NumPy arrays.
+
+    Raises:
+        UnsupportedTensor: a leaf that is no plain tensor (sparse, quantized, meta, ...).
+        InvalidArgument: a device that is not known, or an ``out`` that does not fit.
+        PoolExhausted: no pinned memory within the limit.
+        CaptureError: during CUDA graph capture.
+
+    Stream order: starts after the work that ``stream`` has been given, and, with ``out``, after
+    that of the current stream, which may still read it. Never waits for a device. Thread-safe.
+    """
+    _check_common(dtype, pool)
+    if pin is not None and not isinstance(pin, bool):
+        raise InvalidType(f"pin must be True, False or None, not {pin!r}")
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
+        raise InvalidType(f"chunk_bytes must be an int, not {chunk_bytes!r}")
+    if chunk_bytes < 1:
+        raise InvalidArgument(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+    leaves, spec = flatten(tree)
+    planned = plan_to_cpu(
+        leaves, _out_leaves(out, spec, len(leaves)), dtype, pin, stream, pool, chunk_bytes
+    )
+    return _started(planned.leaves, spec, planned.parts, planned.borrowed, False, stream, protect)
+
+
+def to_device(
+    tree: Tree,
+    device: str | int | torch.device,
+    out: Tree | None = None,
+    dtype: torch.dtype | None = None,
+    stream: StreamLike = None,
+    protect: bool = False,
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK,
+) -> Transfer:
+    """Start copying tensors to a device; return at once.
+
+    Args:
+        tree: as for :func:`to_cpu`; sources on another device are copied from there. From pinned
+            memory the copy engine reads directly; ordinary memory goes through the driver, from a
+            thread of our own.
+        device: ``"cuda:1"``, ``"cuda"`` (the current one), ``"cpu"`` or a logical ``"cpu:1"``.
+        out: destinations on that device, of the same tree, shapes and dtypes.
+        dtype: convert to this dtype, on the destination's device.
+        stream: the consumer's stream on ``device``; None: its current stream.
+        protect: block until host sources have been read; a device source's stream waits instead.
+        chunk_bytes: no single copy is longer than this.
+
+    Returns:
+        A :class:`Transfer`; ``wait()`` orders the consumer and returns the destination.
+
+    Raises:
+        As :func:`to_cpu`.
+
+    Stream order: destinations are allocated on ``stream``, and the copy starts after what that
+    stream has been given. Thread-safe.
+    """
+    _check_common(dtype, None)
+    target = parse_device(device)
+    leaves, spec = flatten(tree)
+    outs = _out_leaves(out, spec, len(leaves))
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
+        raise InvalidType(f"chunk_bytes must be an int, not {chunk_bytes!r}")
+    if chunk_bytes < 1:
+        raise InvalidArgument(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+    planned = plan_to_device(leaves, outs, target, dtype, stream, chunk_bytes)
+    return _started(planned.leaves, spec, planned.parts, planned.borrowed, True, None, protect)
+
+
+def _started(
+    leaves: list[Copied | Any],
+    spec: TreeSpec,
+    parts: list[Part],
+    borrowed: list[Source],
+    to_device: bool,
+    stream: StreamLike,
+    protect: bool,
+) -> Transfer:
+    watch.ensure_started()
+    transfer = Transfer(leaves, spec, parts, borrowed, to_device)
+    if protect:
+        transfer.wait_source(stream)
+    return transfer
+
+
+def copy_to_cpu(tree: Tree, non_blocking: bool = False) -> Tree | Transfer:
+    """Copy tensors to the host: d2l's helper, overlapped.
+
+    Args:
+        tree: as for :func:`to_cpu`.
+        non_blocking: return the :class:`Transfer` at once instead of the finished result. Its items
+            can be indexed and iterated over as the list's, each waiting for itself only.
+
+    Raises:
+        As :func:`to_cpu`.
+    """
+    transfer = to_cpu(tree)
+    return transfer if non_blocking else transfer.result()
+
+

@@ -1,0 +1,177 @@
+// What a test program needs on any runtime: memory with known bytes, streams, and a producer.
+// ON_EACH_RUNTIME(program) { ... lab ... } is one program and one test per runtime.
+#pragma once
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+#include "proxy_runtime.h"
+
+namespace streamlap::testing {
+
+using namespace std::chrono_literals;
+
+inline constexpr Site here{"test"};
+inline constexpr unsigned char poison = 0xEE;
+// A wait that must not end is given this long to end wrongly.
+inline constexpr auto moment = 20ms;
+// A wait that must end; far above anything that is not a deadlock.
+inline constexpr auto patience = 60s;
+
+// Programs share one CUDA runtime and its streams: beyond CUDA_DEVICE_MAX_CONNECTIONS streams share
+// a hardware queue, and then a gate holds streams that have nothing to do with it.
+class ReusedStreams final : public ProxyRuntime {
+ public:
+  using ProxyRuntime::ProxyRuntime;
+
+  void next_program() {
+    std::lock_guard lock(mutex_);
+    for (auto& entry : made_) entry.second.used = 0;
+  }
+  StreamRef stream_create(int device, StreamKind kind, bool high_priority) override {
+    std::lock_guard lock(mutex_);
+    Made& made = made_[{device, kind, high_priority}];
+    if (made.used == made.streams.size()) {
+      made.streams.push_back(ProxyRuntime::stream_create(device, kind, high_priority));
+    }
+    StreamRef stream = made.streams[made.used++];
+    ProxyRuntime::stream_reset_error(stream);
+    return stream;
+  }
+
+ private:
+  struct Made {
+    std::vector<StreamRef> streams;
+    std::size_t used = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::tuple<int, StreamKind, bool>, Made> made_;
+};
+
+inline std::shared_ptr<Runtime> host_backend() { return make_host_runtime(); }
+
+inline std::shared_ptr<Runtime> cuda_backend() {
+  CudaProbe probe = probe_cuda();
+  if (probe.devices == 0) SKIP(probe.reason);
+  static auto shared = std::make_shared<ReusedStreams>(make_cuda_runtime());
+  shared->next_program();
+  return shared;
+}
+
+// Bytes that everybody can reach; freed with the last reference.
+class Pinned {
+ public:
+  Pinned(std::shared_ptr<Runtime> runtime, std::size_t bytes, int fill = poison)
+      : runtime_(std::move(runtime)),
+        bytes_(bytes),
+        data_(static_cast<unsigned char*>(runtime_->alloc_pinned(bytes + (bytes == 0)))) {
+    std::memset(data_, fill, bytes_);
+  }
+  ~Pinned() { runtime_->free_pinned(data_, bytes_ + (bytes_ == 0)); }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+  unsigned char* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+  bool holds(int value) const {
+    for (std::size_t i = 0; i < bytes_; ++i) {
+      if (data_[i] != static_cast<unsigned char>(value)) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::size_t bytes_;
+  unsigned char* data_;
+};
+using PinnedPtr = std::shared_ptr<Pinned>;
+
+class DeviceBytes {
+ public:
+  DeviceBytes(std::shared_ptr<Runtime> runtime, std::size_t bytes)
+      : runtime_(std::move(runtime)), bytes_(bytes), data_(runtime_->alloc_device(0, bytes)) {}
+  ~DeviceBytes() { runtime_->free_device(0, data_, bytes_); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+
+  unsigned char* data() const { return static_cast<unsigned char*>(data_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::size_t bytes_;
+  void* data_;
+};
+
+struct Lab {
+  explicit Lab(std::shared_ptr<Runtime> served) : runtime(std::move(served)) {}
+  // Nothing that a program owns may die under work that is still going on, whatever went wrong.
+  ~Lab() {
+    for (StreamRef stream : streams) settle(stream);
+  }
+
+  bool cuda() const { return runtime->uses_device_memory(); }
+  StreamRef stream(StreamKind kind) {
+    streams.push_back(runtime->stream_create(0, kind));
+    return streams.back();
+  }
+  StreamRef compute() { return stream(StreamKind::compute); }
+  StreamRef copy() { return stream(StreamKind::copy); }
+  StreamRef host() { return stream(StreamKind::host); }
+  PinnedPtr pinned(std::size_t bytes, int fill = poison) {
+    kept.push_back(std::make_shared<Pinned>(runtime, bytes, fill));
+    return kept.back();
+  }
+  // On a device, holding `fill`.
+  std::shared_ptr<DeviceBytes> device(std::size_t bytes, int fill = poison) {
+    kept_device.push_back(std::make_shared<DeviceBytes>(runtime, bytes));
+    StreamRef filler = compute();
+    produce(filler, kept_device.back()->data(), fill, bytes);
+    runtime->stream_sync(filler, here);
+    return kept_device.back();
+  }
+  // Enqueues the writing of `value` to every byte of dst.
+  void produce(StreamRef on, void* dst, int value, std::size_t bytes) {
+    runtime->copy_async(dst, pinned(bytes, value)->data(), bytes, on);
+  }
+  EventPtr record(StreamRef on, bool timed = false) {
+    EventPtr event = runtime->event_create(0, timed);
+    runtime->event_record(*event, on, here);
+    return event;
+  }
+  bool in_time(const EventPtr& event) { return runtime->event_sync_for(*event, patience, here); }
+  bool held(const EventPtr& event) { return !runtime->event_sync_for(*event, moment, here); }
+  void settle(StreamRef on) noexcept {
+    try {
+      runtime->stream_sync(on, here);
+    } catch (...) {
+      // The error of a failed program is told elsewhere.
+    }
+  }
+
+  std::shared_ptr<Runtime> runtime;
+  std::vector<StreamRef> streams;
+  std::vector<PinnedPtr> kept;
+  std::vector<std::shared_ptr<DeviceBytes>> kept_device;
+};
+
+}  // namespace streamlap::testing
+
+#define ON_EACH_RUNTIME(program)                                     \
+  static void program_##program(streamlap::testing::Lab& lab);       \
+  TEST(host_##program) {                                             \
+    streamlap::testing::Lab lab(streamlap::testing::host_backend()); \
+    program_##program(lab);                                          \
+  }                                                                  \
+  TEST(cuda_##program) {                                             \
+    streamlap::testing::Lab lab(streamlap::testing::cuda_backend()); \
+    program_##program(lab);                                          \
+  }                                                                  \
+  static void program_##program(streamlap::testing::Lab& lab)
