@@ -1,5 +1,6 @@
 """GPU tests: skipped with the runtime's own reason, unless --require-gpu makes a skip a failure."""
 
+import gc
 import os
 from functools import cache
 
@@ -16,13 +17,34 @@ def cuda_reason() -> str:
     return _native.cuda_reason()
 
 
+@cache
+def gpu_count() -> int:
+    import torch
+
+    return 0 if cuda_reason() else torch.cuda.device_count()
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--require-gpu", action="store_true", help="a skipped GPU test or test module is a failure"
     )
+    parser.addoption(
+        "--require-two-gpus", action="store_true", help="fail the tests of two GPUs without two"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if gpu_count() >= 2 or config.getoption("--require-two-gpus"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("two_gpus")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("two_gpus")]
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("two_gpus") and gpu_count() < 2:
+        pytest.fail(f"--require-two-gpus: there are {gpu_count()}", pytrace=False)
     if item.get_closest_marker("gpu") and cuda_reason():
         pytest.skip(cuda_reason())
 
@@ -49,3 +71,33 @@ def pytest_make_collect_report(collector):
     if collector.config.getoption("--require-gpu"):
         fail_if_skipped(report)
     return report
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def where(request) -> str:
+    """The device under test: the host runtime's, then the first GPU."""
+    return request.param
+
+
+@pytest.fixture
+def nothing_left(where):
+    """After the test no pinned block is held and no abandoned transfer is in flight."""
+    from helpers.streams import engine_of, eventually
+
+    import streamlap
+
+    def held():
+        stats = streamlap.pool_stats(where)
+        return stats["live"], stats["live_blocks"]
+
+    def is_clean():
+        now = held()
+        stats = streamlap.pool_stats(where)
+        less = now[0] <= before[0] and now[1] <= before[1]
+        return less and stats["in_flight"] == 0 and engine_of(where).abandoned() == 0
+
+    before = held()
+    yield
+    if not eventually(is_clean, 0.05):
+        gc.collect()
+        assert eventually(is_clean, 5.0), (before, streamlap.pool_stats(where))

@@ -170,6 +170,14 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("name", &Runtime::name)
       .def_property_readonly("device_count", &Runtime::device_count)
       .def_property_readonly("uses_device_memory", &Runtime::uses_device_memory)
+      .def("active_devices",
+           [](Runtime& self) {
+             std::vector<int> active;
+             for (int device = 0; device < self.device_count(); ++device) {
+               if (self.device_active(device)) active.push_back(device);
+             }
+             return active;
+           })
       .def("stream",
            [](const std::shared_ptr<Runtime>& self, int device, const std::string& kind,
               bool high_priority) {

@@ -140,6 +140,12 @@ DeviceGuard::~DeviceGuard() {
   if (changed_) driver().set_current(before_);
 }
 
+bool primary_active(int device) noexcept {
+  unsigned flags = 0;
+  int active = 0;
+  return driver().primary_state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
+}
+
 int any_active_device() {
   CUcontext current = nullptr;
   if (driver().get_current(&current) == CUDA_SUCCESS && current != nullptr) {
@@ -149,11 +155,7 @@ int any_active_device() {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   for (int device = 0; device < count; ++device) {
-    unsigned flags = 0;
-    int active = 0;
-    if (driver().primary_state(device, &flags, &active) == CUDA_SUCCESS && active != 0) {
-      return device;
-    }
+    if (primary_active(device)) return device;
   }
   return 0;
 }

@@ -33,6 +33,9 @@ class DeviceGuard {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Whether the device has its primary context; asking makes none.
+bool primary_active(int device) noexcept;
+
 // For work that belongs to no device in particular: the current one if there is one, else the first
 // that already has a context, else 0.
 int any_active_device();

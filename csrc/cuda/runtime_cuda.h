@@ -16,6 +16,7 @@ namespace streamlap {
 
 namespace cuda {
 class EventCache;
+bool primary_active(int device) noexcept;
 }
 
 class CudaRuntime final : public Runtime {
@@ -26,6 +27,7 @@ class CudaRuntime final : public Runtime {
   const char* name() const noexcept override { return "cuda"; }
   int device_count() const override { return device_count_; }
   bool uses_device_memory() const noexcept override { return true; }
+  bool device_active(int device) override { return cuda::primary_active(device); }
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
   void* alloc_device(int device, std::size_t bytes) override;

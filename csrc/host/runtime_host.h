@@ -18,6 +18,7 @@ class HostRuntime final : public Runtime {
   const char* name() const noexcept override { return "host"; }
   int device_count() const override { return max_devices; }
   bool uses_device_memory() const noexcept override { return false; }
+  bool device_active(int) override { return true; }
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
   void* alloc_device(int device, std::size_t bytes) override;

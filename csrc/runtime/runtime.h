@@ -81,6 +81,9 @@ class Runtime {
   // True when others (torch, CuPy) enqueue work on pinned memory without telling this runtime.
   virtual bool uses_device_memory() const noexcept = 0;
 
+  // True when the device is in use by this process already: asking creates no context there.
+  virtual bool device_active(int device) = 0;
+
   // Page-locked memory, usable from every device. Throws Error(out_of_memory).
   virtual void* alloc_pinned(std::size_t bytes) = 0;
   virtual void free_pinned(void* pointer, std::size_t bytes) noexcept = 0;
@@ -113,7 +116,8 @@ class Runtime {
   // When a done event was reached, on the clock of now(); NaN where the runtime cannot tell.
   virtual double event_time(const Event& event) = 0;
 
-  // Any direction; ranges must not overlap. Page-locked or device memory: returns at once.
+  // Any direction; ranges must not overlap. Page-locked or device memory: returns at once, but CUDA
+  // copies from host to host in the calling thread, after the stream's work.
   // Ordinary memory on CUDA: may block, so it is called from a host stream.
   virtual void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) = 0;
   // Runs a callable in order with the stream's work. CUDA: on streams of kind host only.

@@ -11,7 +11,7 @@ namespace {
 constexpr Site site_use{"pool.record_use"};
 
 // An event that carries an error is done too: the work it stood for will not run any more.
-bool finished(Runtime& runtime, const EventPtr& event) {
+bool use_finished(Runtime& runtime, const EventPtr& event) {
   try {
     return runtime.event_query(*event);
   } catch (const Error& error) {
@@ -29,11 +29,16 @@ PinnedBlock::~PinnedBlock() {
 }
 
 void PinnedBlock::record_use(StreamRef stream) {
+  if (pool_->runtime()->stream_capturing(stream)) {
+    throw Error(ErrorKind::capture,
+                "a use of pinned memory inside CUDA graph capture ends with no event; keep the tensor "
+                "for as long as the graph is replayed");
+  }
   EventPtr event = pool_->runtime()->event_create(stream.device);
   pool_->runtime()->event_record(*event, stream, site_use);
   std::lock_guard lock(mutex_);
   if (uses_.size() >= 64) {
-    std::erase_if(uses_, [&](const EventPtr& use) { return finished(*pool_->runtime(), use); });
+    std::erase_if(uses_, [&](const EventPtr& use) { return use_finished(*pool_->runtime(), use); });
   }
   uses_.push_back(std::move(event));
 }
@@ -76,15 +81,41 @@ void PinnedPool::set_limit(std::size_t limit) {
   stats_.limit = limit;
 }
 
+bool PinnedPool::finished(Retired& block) {
+  std::erase_if(block.uses, [&](const EventPtr& use) { return use_finished(*runtime_, use); });
+  return block.uses.empty();
+}
+
 void PinnedPool::collect_finished() {
-  std::erase_if(retired_, [&](Retired& block) {
-    std::erase_if(block.uses, [&](const EventPtr& use) { return finished(*runtime_, use); });
-    if (!block.uses.empty()) return false;
-    cached_[block.capacity].push_back(block.data);
-    stats_.in_flight -= block.capacity;
-    stats_.cached += block.capacity;
-    return true;
-  });
+  for (auto& entry : retired_) {
+    const std::size_t capacity = entry.first;
+    std::erase_if(entry.second, [&](Retired& block) {
+      if (!finished(block)) return false;
+      cached_[capacity].push_back(block.data);
+      stats_.in_flight -= capacity;
+      stats_.cached += capacity;
+      return true;
+    });
+  }
+}
+
+std::byte* PinnedPool::take_ready(std::size_t capacity) {
+  if (auto& blocks = cached_[capacity]; !blocks.empty()) {
+    std::byte* data = blocks.back();
+    blocks.pop_back();
+    stats_.cached -= capacity;
+    return data;
+  }
+  // One at a time: asking a device about every retired block would cost more than the block.
+  auto& blocks = retired_[capacity];
+  for (auto block = blocks.begin(); block != blocks.end(); ++block) {
+    if (!finished(*block)) continue;
+    std::byte* data = block->data;
+    blocks.erase(block);
+    stats_.in_flight -= capacity;
+    return data;
+  }
+  return nullptr;
 }
 
 void PinnedPool::uncache(std::size_t bytes, Freed& out) {
@@ -119,19 +150,16 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   Freed freed;
   {
     std::lock_guard lock(mutex_);
-    collect_finished();
-    if (auto found = cached_.find(capacity); found != cached_.end() && !found->second.empty()) {
-      std::byte* data = found->second.back();
+    if (std::byte* data = take_ready(capacity)) {
       auto block = std::make_unique<PinnedBlock>(shared_from_this(), data, capacity, bytes);
       live_.emplace(data, block.get());
-      found->second.pop_back();
-      stats_.cached -= capacity;
       stats_.live += capacity;
       stats_.waste += capacity - bytes;
       ++stats_.live_blocks;
       ++stats_.hits;
       return block;
     }
+    collect_finished();
     const std::size_t held = stats_.live;
     if (capacity > stats_.limit || held > stats_.limit - capacity) {
       throw PoolExhausted("the pinned pool cannot give " + std::to_string(bytes) + " bytes (" +
@@ -199,7 +227,7 @@ void PinnedPool::take_back(PinnedBlock& block) noexcept {
   --stats_.live_blocks;
   stats_.in_flight += block.capacity_;
   try {
-    retired_.push_back({block.data_, block.capacity_, std::move(block.uses_)});
+    retired_[block.capacity_].push_back({block.data_, std::move(block.uses_)});
   } catch (...) {
     // No memory to remember it by: as if condemned.
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -92,12 +93,13 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   friend class PinnedBlock;
   struct Retired {
     std::byte* data;
-    std::size_t capacity;
     std::vector<EventPtr> uses;
   };
   using Freed = std::vector<std::pair<std::byte*, std::size_t>>;
 
   void take_back(PinnedBlock& block) noexcept;
+  bool finished(Retired& block);        // mutex_ held
+  std::byte* take_ready(std::size_t capacity);  // mutex_ held: a block of this size, or null
   void collect_finished();              // mutex_ held
   void uncache(std::size_t bytes, Freed& out);  // mutex_ held: at least `bytes`, if there are
   void give_to_system(const Freed& freed) noexcept;
@@ -108,7 +110,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   PoolStats stats_;
   std::size_t leaving_ = 0;  // counted in stats_.reserved until the system has them back
   std::map<std::size_t, std::vector<std::byte*>> cached_;  // by capacity
-  std::vector<Retired> retired_;
+  std::map<std::size_t, std::deque<Retired>> retired_;     // by capacity, longest ago first
   std::map<const std::byte*, PinnedBlock*> live_;  // by address
 };
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 from torch.utils import _pytree
 
 from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
@@ -52,7 +53,7 @@ def as_source(leaf: object) -> Source | None:
         return None
     if hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__"):
         # The exporter orders torch's current stream after its own, without a host wait.
-        return Source(torch.from_dlpack(leaf), _module(leaf) == "cupy", None)
+        return Source(torch.utils.dlpack.from_dlpack(leaf), _module(leaf) == "cupy", None)
     return None
 
 
@@ -110,7 +111,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _by_stride(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    pairs = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
+    pairs = [
+        (size, stride)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size != 1
+    ]
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
 
@@ -136,7 +141,9 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return (0, 0)
     begin = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return begin, begin + (last + 1) * tensor.itemsize
 
 
@@ -149,10 +156,11 @@ def _shared(first: torch.Tensor, second: torch.Tensor) -> bool:
         begin, end = span(tensor)
         raw = (ctypes.c_char * (end - begin)).from_address(begin)
         strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
-        return np.ndarray(tuple(tensor.shape), f"V{tensor.itemsize}", raw, 0, strides)
+        flat = np.frombuffer(memoryview(raw), dtype=f"V{tensor.itemsize}", count=1)
+        return np.lib.stride_tricks.as_strided(flat, tuple(tensor.shape), strides)
 
     try:
-        return bool(np.shares_memory(view(first), view(second), max_work=10_000))
+        return bool(np.shares_memory(view(first), view(second), max_work=10_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from streamlap import _native
-from streamlap.errors import DeviceError, InvalidArgument, InvalidType, StreamlapError
+from streamlap.errors import (
+    CaptureError,
+    DeviceError,
+    InvalidArgument,
+    InvalidType,
+    StreamlapError,
+)
+from streamlap.sizes import memory_total
 
 StreamLike = Any
 """A stream of torch, CuPy or numba, anything with ``__cuda_stream__``, a raw handle as an int, or
@@ -37,6 +44,7 @@ class Place:
 
     @property
     def is_cuda(self) -> bool:
+        """Whether the device is a GPU."""
         return self.runtime.uses_device_memory
 
     def __str__(self) -> str:
@@ -64,9 +72,9 @@ class Device:
 _logical: contextvars.ContextVar[int | None] = contextvars.ContextVar("logical", default=None)
 
 
-def _logical_index(name: object) -> int:
+def _logical_index(name: str) -> int:
     try:
-        device = torch.device(name)  # type: ignore[arg-type]
+        device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(f"{name!r} is no device: write 'cpu:0', 'cpu:1', ...") from error
     if device.type != "cpu":
@@ -115,6 +123,7 @@ def use_runtime(name: str, devices: int | Sequence[str] | None = None) -> Iterat
 
 @functools.cache
 def host_runtime() -> _native.Runtime:
+    """Return the runtime on worker threads."""
     return _native.host_runtime()
 
 
@@ -157,10 +166,8 @@ def place_of(device: torch.device, position: int = 0) -> Place:
         count = _logical.get()
         return Place(host_runtime(), position % (count or _MAX_LOGICAL))
     if device.type == "cuda":
-        index = device.index
         runtime = cuda_runtime()
-        if index is None:
-            index = torch.cuda.current_device()
+        index = torch.cuda.current_device() if str(device) == "cuda" else device.index
         if index >= runtime.device_count:
             raise InvalidArgument(f"no device {device}: there are {runtime.device_count} GPUs")
         return Place(runtime, index)
@@ -177,6 +184,11 @@ def parse_device(device: str | int | torch.device) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(f"{device!r} is no device: write 'cuda:0' or 'cpu'") from error
+
+
+def cuda_in_use() -> bool:
+    """Return whether torch has initialised CUDA in this process."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 _raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -256,8 +268,6 @@ def compute_stream(place: Place) -> _native.Stream:
 def require_no_capture(stream: _native.Stream | None, operation: str) -> None:
     """Raise CaptureError while a CUDA graph is captured on ``stream``; the capture stays good."""
     if stream is not None and stream.capturing():
-        from streamlap.errors import CaptureError
-
         raise CaptureError(
             f"{operation} inside CUDA graph capture: copies to the host cannot be part of a "
             "captured graph. Call it before or after the capture"
@@ -265,13 +275,10 @@ def require_no_capture(stream: _native.Stream | None, operation: str) -> None:
 
 
 def _streams_in_use() -> list[tuple[int, int]]:
-    """Return torch's current stream on each device that has a context: who may use a dying block."""
-    if not torch.cuda.is_initialized():
+    """Return torch's current stream on each device in use: who may still use a dying block."""
+    if not cuda_in_use():
         return []
-    active = torch._C._cuda_hasPrimaryContext
-    return [
-        (index, current_handle(index)) for index in range(torch.cuda.device_count()) if active(index)
-    ]
+    return [(index, current_handle(index)) for index in cuda_runtime().active_devices()]
 
 
 _native.set_current_streams_hook(_streams_in_use)
@@ -286,8 +293,6 @@ def devices() -> list[Device]:
             found.append(
                 Device(f"cuda:{index}", "cuda", properties.name, int(properties.total_memory))
             )
-    from streamlap.sizes import memory_total
-
     cores = len(os.sched_getaffinity(0))
     for index in range(_logical.get() or 1):
         found.append(Device(f"cpu:{index}", "host", f"CPU, {cores} cores", memory_total()))

@@ -169,7 +169,9 @@ class TransferGroup(Transfer):
     def stats(self) -> dict[str, Any]:
         every = [slot.transfer.stats() for slot in self._slots if slot.transfer is not None]
         known = [stats["interval"] for stats in every if stats["interval"] is not None]
-        interval = (min(pair[0] for pair in known), max(pair[1] for pair in known)) if known else None
+        interval = (
+            (min(pair[0] for pair in known), max(pair[1] for pair in known)) if known else None
+        )
         return {
             "nbytes": self.nbytes,
             "leaves": sum(stats["leaves"] for stats in every),

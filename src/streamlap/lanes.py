@@ -83,9 +83,7 @@ def start_copy(
     else:
         source = as_source(value)
         if source is None:
-            raise InvalidType(
-                f"with out, fn must give a tensor, not {type(value).__name__}"
-            )
+            raise InvalidType(f"with out, fn must give a tensor, not {type(value).__name__}")
         check_matches(
             as_destination(out, "out"), source.tensor.shape, dtype or source.tensor.dtype, "out"
         )

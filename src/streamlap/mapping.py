@@ -11,7 +11,14 @@ import torch
 
 from streamlap import _native
 from streamlap.arrays import Tree, flatten
-from streamlap.devices import Place, compute_stream, current_stream, place_of, require_no_capture
+from streamlap.devices import (
+    Place,
+    compute_stream,
+    cuda_in_use,
+    current_stream,
+    place_of,
+    require_no_capture,
+)
 from streamlap.group import Slot
 from streamlap.lanes import Control, Stopped, annotate, start_copy
 from streamlap.modes import CallerModes
@@ -74,7 +81,7 @@ def _worker_place(item: Any) -> Place | None:
             return None if place.is_cuda else place
         if hasattr(leaf, "__dlpack_device__") and not hasattr(leaf, "ctypes"):
             return None
-    return None if torch.cuda.is_initialized() else place_of(torch.device("cpu"))
+    return None if cuda_in_use() else place_of(torch.device("cpu"))
 
 
 def _issue(
@@ -90,7 +97,7 @@ def _issue(
     """Issue one item; False when no more should follow."""
     worker = _worker_place(item)
     if worker is None:
-        if torch.cuda.is_initialized():
+        if cuda_in_use():
             place = place_of(torch.device("cuda"))
             require_no_capture(current_stream(place), "pipelined_map()")
         try:

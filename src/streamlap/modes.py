@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from streamlap.devices import cuda_in_use
+
 
 class CallerModes:
-    """What the calling thread has set: gradients, inference, autocast, CUDA streams, context vars."""
+    """What the calling thread has set: gradients, inference, autocast, streams, context vars."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -23,9 +25,7 @@ class CallerModes:
         ]
         self._cache = torch.is_autocast_cache_enabled()
         self._streams = (
-            [torch.cuda.current_stream(torch.cuda.current_device())]
-            if torch.cuda.is_initialized()
-            else []
+            [torch.cuda.current_stream(torch.cuda.current_device())] if cuda_in_use() else []
         )
         self._context = contextvars.copy_context()
 

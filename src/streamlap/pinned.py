@@ -33,8 +33,9 @@ class PinnedPool:
     same way.
 
     Args:
-        limit: bytes that may be reserved, as an int or a string like ``"2GiB"``. ``None``: a quarter
-            of the memory, divided by ``LOCAL_WORLD_SIZE``; ``STREAMLAP_PINNED_LIMIT`` overrides.
+        limit: bytes that may be reserved, as an int or a string like ``"2GiB"``. ``None``: a
+            quarter of the memory, divided by ``LOCAL_WORLD_SIZE``; ``STREAMLAP_PINNED_LIMIT``
+            overrides.
 
     Raises:
         InvalidArgument: a limit that is no size, or below the smallest block (4 KiB).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -92,7 +93,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     for lane in workers:
         slot = Slot()
         slots.append(slot)
-        compute_stream(checked[lane][2]).launch(lambda lane=lane, slot=slot: on_worker(lane, slot))
+        compute_stream(checked[lane][2]).launch(functools.partial(on_worker, lane, slot))
     try:
         with torch.no_grad():
             for index in range(count):
@@ -375,5 +376,3 @@ def _check_room(
                 stats["live"],
                 stats["limit"],
             )
-
-

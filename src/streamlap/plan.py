@@ -76,6 +76,7 @@ class Copied:
     position: int = 0
 
     def value(self) -> Any:
+        """Return what the caller gets: what he gave, a NumPy array, or the tensor."""
         if self.given is not None:
             return self.given
         return self.tensor.numpy() if self.as_numpy else self.tensor
@@ -138,7 +139,7 @@ def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _external(handle: int, index: int) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))  # type: ignore[no-untyped-call,no-any-return]
+    return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
 
 
 def _on(stream: _native.Stream | None, place: Place) -> contextlib.AbstractContextManager[Any]:
@@ -161,6 +162,8 @@ def _packed(source: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> tor
 def _checked_outs(
     sources: list[Source | None], outs: list[Any], device: torch.device, dtype: torch.dtype | None
 ) -> list[torch.Tensor | None]:
+    if all(out is None for out in outs):
+        return [None] * len(outs)
     checked: list[torch.Tensor | None] = []
     for index, (source, out) in enumerate(zip(sources, outs, strict=True)):
         if source is None or out is None:
@@ -199,14 +202,12 @@ def plan_to_cpu(
     sources = [as_source(leaf) for leaf in leaves]
     checked = _checked_outs(sources, outs, torch.device("cpu"), dtype)
     groups: dict[Place, list[int]] = {}
-    position = 0
     for index, source in enumerate(sources):
         if source is None:
             continue
         on_host = source.tensor.device.type == "cpu"
-        place = (on_host and host_place) or place_of(source.tensor.device, position)
+        place = (on_host and host_place) or place_of(source.tensor.device)
         groups.setdefault(place, []).append(index)
-        position += 1
 
     planned = Planned(list(leaves))
     on_device = any(place.is_cuda for place in groups)
@@ -214,7 +215,7 @@ def plan_to_cpu(
     for place in groups:
         # In a tree of both, CPU leaves were written by the calling thread, not by that stream.
         ignored = on_device and not place.is_cuda and not isinstance(stream, _native.Stream)
-        streams[place] = None if ignored else as_stream(stream, place)
+        streams[place] = None if ignored else _producer(stream, place)
         require_no_capture(streams[place], "to_cpu()")
 
     for place, indices in groups.items():
@@ -230,7 +231,7 @@ def plan_to_cpu(
             copied, stage = _destination(source, out, outs[index], dtype, pin, pool, place, small)
             planned.leaves[index] = copied
             work.append((index, copied, stage))
-        with _on(producer, place):
+        with contextlib.nullcontext() if stream is None else _on(producer, place):
             for index, copied, stage in work:
                 source = sources[index]
                 assert source is not None
@@ -245,6 +246,17 @@ def plan_to_cpu(
             planned.parts.append(_submit(batch, path, place, False, after, chunk_bytes))
         planned.borrowed += borrowed
     return planned
+
+
+def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
+    producer = as_stream(stream, place)
+    if producer is None or not place.is_cuda or producer.device == place.index:
+        return producer
+    # A stream of another device: what is packed here must be made on this device, after it.
+    current = current_stream(place)
+    assert current is not None
+    current.wait(producer.record())
+    return current
 
 
 class _SmallBlock:
@@ -263,7 +275,7 @@ class _SmallBlock:
     ) -> None:
         self._block: torch.Tensor | None = None
         self._used = 0
-        if pin is False:
+        if pin is False or len(sources) < 2:
             return
         sizes = [
             self._room(source.tensor.numel() * (dtype or source.tensor.dtype).itemsize)
@@ -314,7 +326,9 @@ def _destination(
     like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
     stride = like.stride()
     if pin is False:
-        return Copied(torch.empty_strided(tensor.shape, stride, dtype=wanted), source.as_numpy), None
+        return Copied(
+            torch.empty_strided(tensor.shape, stride, dtype=wanted), source.as_numpy
+        ), None
     carved = small.take(tensor.shape, wanted, stride)
     if carved is None:
         carved = pool.empty(tensor.shape, wanted, stride=stride)
@@ -425,9 +439,12 @@ def plan_to_device(
             continue
         from_device = source.tensor.device.type != "cpu"
         source_place = place_of(source.tensor.device) if from_device else None
-        require_no_capture(source_place and current_stream(source_place), "to_device()")
-        tensor, is_borrowed = _readable(source.tensor, dtype if from_device else None, checked[index])
-        with _on(consumer, place):
+        if source_place is not None:
+            require_no_capture(current_stream(source_place), "to_device()")
+        tensor, is_borrowed = _readable(
+            source.tensor, dtype if from_device else None, checked[index]
+        )
+        with contextlib.nullcontext() if stream is None else _on(consumer, place):
             landing, final = _landing(tensor, checked[index], dtype or tensor.dtype, target)
         copied = Copied(final, False, outs[index])
         planned.leaves[index] = copied

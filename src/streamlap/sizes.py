@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -67,10 +68,9 @@ def memory_total(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
         raise OSError("no MemTotal in meminfo")
     total = int(match[1]) * 1024
     group = cgroup
-    try:
+    # Without version 2 of cgroups, or if it cannot be seen, the root's files say what there is.
+    with contextlib.suppress(OSError, IndexError):
         group = cgroup / (proc / "self/cgroup").read_text().split("0::/", 1)[1].split("\n")[0]
-    except (OSError, IndexError):
-        pass  # not version 2 of cgroups, or not visible: the root's files say what there is to say
     while True:
         for name in ("memory.max", "memory/memory.limit_in_bytes"):
             try:

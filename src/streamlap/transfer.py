@@ -7,6 +7,7 @@ leaf is copied and enqueues it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import operator
 import threading
 import time
@@ -17,7 +18,13 @@ import torch
 
 from streamlap import _native, watch
 from streamlap.arrays import Source, Tree, TreeSpec, flatten, unflatten, version_of
-from streamlap.devices import StreamLike, as_stream, current_stream, parse_device, require_no_capture
+from streamlap.devices import (
+    StreamLike,
+    as_stream,
+    current_stream,
+    parse_device,
+    require_no_capture,
+)
 from streamlap.errors import InvalidArgument, InvalidType, SourceModified, TransferTimeout
 from streamlap.pinned import PinnedPool
 from streamlap.plan import DEFAULT_CHUNK, Copied, Part, plan_to_cpu, plan_to_device
@@ -163,10 +170,8 @@ class Transfer:
                 if not future.done():
                     future.set_result(None)
 
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody awaits any more
                 loop.call_soon_threadsafe(set_done)
-            except RuntimeError:
-                pass  # the loop was closed: nobody awaits any more
 
         self.add_done_callback(wake)
         yield from future.__await__()
@@ -295,7 +300,7 @@ class Transfer:
             part.native.release_source()
 
     def finish(self) -> None:
-        """Block until the copy is done and let go of the source; raise what :meth:`result` would."""
+        """Block until the copy is done, let go of the source; raise what :meth:`result` would."""
         self._sync(None)
         self._finish()
         if self._modified is not None:
@@ -338,9 +343,13 @@ class Transfer:
             children.append((first, first + child.num_leaves, child))
             first += child.num_leaves
         if spec.type is not None and issubclass(spec.type, dict):
-            keys = spec.context[1] if isinstance(spec.context, list) and len(
-                spec.context
-            ) == 2 and spec.type.__name__ == "defaultdict" else spec.context
+            keys = (
+                spec.context[1]
+                if isinstance(spec.context, list)
+                and len(spec.context) == 2
+                and spec.type.__name__ == "defaultdict"
+                else spec.context
+            )
             return dict(zip(keys, children, strict=True))
         return children
 
@@ -515,5 +524,3 @@ def copy_to_cpu(tree: Tree, non_blocking: bool = False) -> Tree | Transfer:
     """
     transfer = to_cpu(tree)
     return transfer if non_blocking else transfer.result()
-
-

@@ -37,7 +37,8 @@ def _run() -> None:
                 token()
             except BaseException:
                 logging.getLogger("streamlap").exception("a done callback raised")
-        token = tokens = None  # nothing may be kept alive by a thread that waits
+            del token
+        del tokens  # nothing may be kept alive by a thread that waits
 
 
 def _at_exit() -> None:

@@ -129,10 +129,11 @@ struct Lab {
     kept.push_back(std::make_shared<Pinned>(runtime, bytes, fill));
     return kept.back();
   }
-  // On a device, holding `fill`.
+  // On a device, holding `fill`. Sources of gated copies to pinned memory are such: CUDA copies
+  // from host to host in the calling thread.
   std::shared_ptr<DeviceBytes> device(std::size_t bytes, int fill = poison) {
     kept_device.push_back(std::make_shared<DeviceBytes>(runtime, bytes));
-    StreamRef filler = compute();
+    if (filler.handle == 0) filler = compute();
     produce(filler, kept_device.back()->data(), fill, bytes);
     runtime->stream_sync(filler, here);
     return kept_device.back();
@@ -157,6 +158,7 @@ struct Lab {
   }
 
   std::shared_ptr<Runtime> runtime;
+  StreamRef filler;
   std::vector<StreamRef> streams;
   std::vector<PinnedPtr> kept;
   std::vector<std::shared_ptr<DeviceBytes>> kept_device;

@@ -126,6 +126,9 @@ TEST(cuda_no_context_on_devices_not_asked_for) {
   const int last = probe.devices - 1;
   StreamRef stream = runtime->stream_create(last, StreamKind::copy);
   CHECK(has_context(last));
+  for (int device = 0; device < probe.devices; ++device) {
+    CHECK_EQ(runtime->device_active(device), device == last);
+  }
   CHECK_EQ(devices_with_context(), 1);
   make_current(nullptr);
   use_everything(*runtime, last, [](const char* call) {

@@ -40,7 +40,7 @@ ON_EACH_RUNTIME(one_stream_runs_in_order) {
 
 ON_EACH_RUNTIME(a_gate_holds_what_comes_after_it) {
   auto out = lab.pinned(size);
-  auto source = lab.pinned(size, 3);
+  auto source = lab.device(size, 3);
   StreamRef stream = lab.compute();
   auto gate = lab.runtime->gate(stream);
   lab.runtime->copy_async(out->data(), source->data(), size, stream);
@@ -144,8 +144,7 @@ ON_EACH_RUNTIME(streams_without_an_event_are_independent) {
   auto out = lab.pinned(size);
   StreamRef held = lab.compute();
   StreamRef free = lab.compute();
-  lab.pinned(size);
-  auto value = lab.pinned(size, 5);
+  auto value = lab.device(size, 5);
   auto gate = lab.runtime->gate(held);
   lab.runtime->copy_async(out->data(), value->data(), size, free);
   lab.runtime->stream_sync(free, here);
@@ -293,7 +292,7 @@ ON_EACH_RUNTIME(event_time_is_on_the_clock_of_now_or_unknown) {
 
 ON_EACH_RUNTIME(device_sync_waits_for_every_stream) {
   auto out = lab.pinned(size);
-  auto value = lab.pinned(size, 6);
+  auto value = lab.device(size, 6);
   auto flag = std::make_shared<std::atomic<bool>>(false);
   StreamRef first = lab.compute();
   StreamRef second = lab.copy();
@@ -307,7 +306,7 @@ ON_EACH_RUNTIME(device_sync_waits_for_every_stream) {
   lab.runtime->launch([flag] { *flag = true; }, host);
   EventPtr host_last = lab.record(host);
   std::atomic<bool> back{false};
-  std::thread syncing([&] {
+  std::jthread syncing([&] {
     lab.runtime->device_sync(0);
     back = true;
   });
@@ -450,7 +449,7 @@ ON_EACH_RUNTIME(callables_run_in_order_on_a_host_stream) {
 
 ON_EACH_RUNTIME(a_host_stream_waits_for_a_device) {
   auto out = lab.pinned(size);
-  auto value = lab.pinned(size, 8);
+  auto value = lab.device(size, 8);
   StreamRef producer = lab.compute();
   StreamRef host = lab.host();
   bool right = false;
@@ -486,7 +485,7 @@ ON_EACH_RUNTIME(a_host_stream_waits_for_another) {
 
 ON_EACH_RUNTIME(a_device_stream_accepts_host_work_that_is_done) {
   auto out = lab.pinned(size);
-  auto value = lab.pinned(size, 2);
+  auto value = lab.device(size, 2);
   StreamRef host = lab.host();
   StreamRef device = lab.copy();
   EventPtr event = lab.record(host);
@@ -508,7 +507,7 @@ ON_EACH_RUNTIME(a_callable_dies_before_later_work_is_reported) {
 
 ON_EACH_RUNTIME(a_callable_may_issue_work) {
   auto out = lab.pinned(size);
-  auto value = lab.pinned(size, 12);
+  auto value = lab.device(size, 12);
   StreamRef host = lab.host();
   StreamRef device = lab.copy();
   EventPtr copied = lab.runtime->event_create(0);

@@ -1,0 +1,224 @@
+"""``streamlap demo``: many products and their way to the host, done in several ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from typing import Any
+
+from streamlap import experiment
+from streamlap.devices import devices
+from streamlap.experiment import Group, Outcome, Plan
+from streamlap.info import versions
+from streamlap.pinned import pool_stats
+from streamlap.sizes import format_size, memory_total
+
+_DESCRIPTION = """\
+Compute x.mm(x) n times and bring all results to the host, by stock PyTorch and by
+streamlap, and compare each with the limit: the longer of compute alone and copy alone.
+"""
+_EXAMPLES = """\
+examples:
+  streamlap demo                            all GPUs; without one, two logical CPU devices
+  streamlap demo --device cuda:0 --dtype bf16
+  streamlap demo --device cpu --size 512 --n 20
+  streamlap demo --json > demo.json
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="compare pipelined_run with stock PyTorch on this machine",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--size",
+        type=_positive,
+        metavar="N",
+        help="rows and columns of x (default: by the machine)",
+    )
+    parser.add_argument(
+        "--n", type=_positive, default=50, metavar="N", help="products per device (default: 50)"
+    )
+    parser.add_argument(
+        "--device", type=_device, default="all", help="all, cpu or cuda:N (default: all)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=list(experiment.DTYPES),
+        help="(default: fp32 and tf32 on a GPU, fp32 on a CPU)",
+    )
+    parser.add_argument(
+        "--repeat", type=_positive, metavar="N", help="rounds (default: 9, fewer on many devices)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run_command)
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return value
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"all|cpu|cuda:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; write all, cpu or cuda:0")
+    return text
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the demo; the exit status is 1 when a result was wrong."""
+    progress = _Progress()
+    try:
+        progress.show("preparing")
+        planned = experiment.plan(
+            arguments.device, arguments.dtype, arguments.size, arguments.n, arguments.repeat
+        )
+        outcome = experiment.measure(planned, progress.show)
+    finally:
+        progress.clear()
+    if arguments.json:
+        print(json.dumps(as_json(planned, outcome), indent=2))
+    else:
+        print(as_text(planned, outcome))
+    return 0 if outcome.verified else 1
+
+
+class _Progress:
+    """One line on stderr that says what is being done, where a person watches."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def show(self, line: str) -> None:
+        if self._shown:
+            sys.stderr.write(f"\r\033[K{line[:100]}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        self.show("")
+
+
+# -- output
+
+
+def as_json(planned: Plan, outcome: Outcome) -> dict[str, Any]:
+    """Return everything that was measured, ready for JSON."""
+    rows = []
+    for measured in outcome.rows:
+        group = measured.group
+        rows.append(
+            {
+                "dtype": group.dtype,
+                "device": group.label,
+                "row": measured.row,
+                "seconds": measured.seconds,
+                "ratio": measured.seconds / outcome.limit(group),
+                "pinned_bytes": measured.pinned_bytes,
+                "device_bytes": measured.device_bytes,
+                "samples": measured.samples,
+            }
+        )
+    return {
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": memory_total(),
+            "devices": [vars(device) for device in devices()],
+        },
+        "versions": versions(),
+        "settings": {
+            "size": planned.size,
+            "n": planned.n,
+            "rounds": planned.rounds,
+            "pinned_limit_bytes": pool_stats(planned.groups[0].devices[0])["limit"],
+        },
+        "notes": planned.notes,
+        "warmup_seconds": outcome.warmup_seconds,
+        "first_call_seconds": outcome.first_seconds,
+        "verified": outcome.verified,
+        "limits": [
+            {"dtype": group.dtype, "device": group.label, "seconds": outcome.limit(group)}
+            for group in planned.groups
+        ],
+        "rows": rows,
+        "result": sentence(planned, outcome),
+    }
+
+
+def as_text(planned: Plan, outcome: Outcome) -> str:
+    """Return the table for people, the result in its last line."""
+    numbers = versions()
+    cores = len(os.sched_getaffinity(0))
+    used = {str(device) for group in planned.groups for device in group.devices}
+    names = [device for device in devices() if device.name in used]
+    hardware = ", ".join(f"{device.name} {device.description}" for device in names)
+    lines = [
+        f"streamlap {numbers['streamlap']}, torch {numbers['torch']}, Python {numbers['python']}",
+        hardware or f"CPU, {cores} cores",
+        f"{planned.n} products of {planned.size}x{planned.size} per device, all results to the "
+        f"host; medians of {planned.rounds} rounds",
+        *[f"note: {note}" for note in planned.notes],
+        _warmup_line(outcome),
+    ]
+    for group in planned.groups:
+        lines += ["", *_table(group, outcome)]
+    right = "every result of pipelined_run is bit-identical to x.mm(x)"
+    wrong = "WRONG: a result of pipelined_run differs from x.mm(x)"
+    return "\n".join([*lines, "", right if outcome.verified else wrong, sentence(planned, outcome)])
+
+
+def _warmup_line(outcome: Outcome) -> str:
+    first = ", ".join(
+        f"first {name} {outcome.first_seconds[name]:.2f} s"
+        for name in ("pipelined_run", "stock non_blocking")
+        if name in outcome.first_seconds
+    )
+    return f"warm-up took {outcome.warmup_seconds:.1f} s ({first})"
+
+
+def _table(group: Group, outcome: Outcome) -> list[str]:
+    heading = f"{group.label}, {group.dtype}"
+    lines = [f"{heading:<24}{'seconds':>10}{'x limit':>10}{'pinned':>12}{'device':>12}"]
+    order = [*experiment.LIMIT_ROWS, *[row.name for row in group.rows]]
+    for name in dict.fromkeys(order):
+        measured = outcome.find(group, name)
+        if measured is None:
+            continue
+        ratio = measured.seconds / outcome.limit(group)
+        pinned = format_size(measured.pinned_bytes)
+        on_device = "-" if measured.device_bytes is None else format_size(measured.device_bytes)
+        lines.append(
+            f"  {name:<22}{measured.seconds:>10.4f}{ratio:>10.3f}{pinned:>12}{on_device:>12}"
+        )
+    return lines
+
+
+def sentence(planned: Plan, outcome: Outcome) -> str:
+    """Return the result: how far each way is from the limit on the first device."""
+    first = planned.groups[0]
+    groups = [group for group in planned.groups if group.label == first.label]
+    parts: list[str] = []
+    for name in ("pipelined_run", "stock non_blocking", "run then copy"):
+        ratios = []
+        for group in groups:
+            measured = outcome.find(group, name)
+            if measured is not None:
+                ratio = measured.seconds / outcome.limit(group)
+                digits = 3 if name == "pipelined_run" else 2
+                ratios.append(f"{ratio:.{digits}f}" + (f" ({group.dtype})" if groups[1:] else ""))
+        if ratios:
+            parts.append(f"{name} {'took ' if not parts else ''}{' and '.join(ratios)}")
+    parts[0] += " of the limit"
+    return f"On {first.label}, {'; '.join(parts)}."

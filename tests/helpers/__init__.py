@@ -1,0 +1,1 @@
+"""What the tests share: data, streams held by gates, and processes that end."""
