@@ -47,16 +47,23 @@ class Slot:
     def error(self) -> BaseException | None:
         return self._error
 
-    def get(self, timeout: float | None = None) -> Transfer:
-        """Wait for the item to be issued; raise what stopped it."""
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until the item is issued, or will never be; False when the time is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self.filled:
-                # Without a limit the wait could not be interrupted on every platform.
+                # In slices, so that Ctrl-C is seen.
                 left = 0.05 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    raise TransferTimeout(f"an item was not computed within {timeout} s")
+                    return False
                 self._changed.wait(min(left, 0.05))
+        return True
+
+    def get(self, timeout: float | None = None) -> Transfer:
+        """Wait for the item to be issued and return its transfer; raise what stopped it."""
+        if not self.settle(timeout):
+            raise TransferTimeout(f"an item was not computed within {timeout} s")
+        with self._changed:
             if self._error is not None:
                 raise self._error
             assert self._transfer is not None

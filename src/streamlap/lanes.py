@@ -1,7 +1,8 @@
 """One device's items of a pipeline, and how each is issued.
 
 On a GPU the caller's thread issues (``InlineLane``): ``fn`` enqueues on the caller's current stream
-and the copy follows on the copy stream. For CPU tensors a worker thread does (``HostLane``).
+and the copy follows on the copy stream. For CPU tensors a worker thread does (``HostLane``), unless
+the caller is such a worker itself.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class InlineLane(Lane):
 
 
 def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
-    if torch.cuda.current_device() == place.index:
+    if not place.is_cuda or torch.cuda.current_device() == place.index:
         return contextlib.nullcontext()
     return torch.cuda.device(place.index)
 
@@ -207,8 +208,7 @@ class HostLane(Lane):
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, KeyboardInterrupt) and not _native.ending():
             for slot in self.slots:  # the worker fills every slot, with the error after a stop
-                with contextlib.suppress(BaseException):
-                    slot.get()
+                slot.settle()
         super().fail(error)
 
     def _step(self, index: int) -> None:

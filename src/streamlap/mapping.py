@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from streamlap.devices import (
 )
 from streamlap.group import Slot
 from streamlap.lanes import Control, Stopped, annotate, start_copy
-from streamlap.modes import CallerModes
+from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool
 
 
@@ -68,13 +67,16 @@ def map_items(
         control.stop()
         if wait_for_rest and not _native.ending():
             for slot in window:
-                with contextlib.suppress(Exception):
-                    slot.get().exception()
+                slot.settle()
+                if slot.transfer is not None:
+                    slot.transfer.exception()
         window.clear()
 
 
 def _worker_place(item: Any) -> Place | None:
     """Return the logical device whose worker computes an item; None: the consumer's thread."""
+    if on_worker():
+        return None
     for leaf in flatten(item)[0]:
         if isinstance(leaf, torch.Tensor):
             place = place_of(leaf.device)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from streamlap.devices import cuda_in_use
+
+_here = threading.local()
+
+
+def on_worker() -> bool:
+    """Return whether this thread is a compute worker in the middle of an item.
+
+    A worker that waited for a worker could wait for itself, so a pipeline inside a pipeline's
+    function computes where it is.
+    """
+    return getattr(_here, "depth", 0) > 0
 
 
 class CallerModes:
@@ -47,4 +59,8 @@ class CallerModes:
             with self._applied():
                 return fn(*args)
 
-        return self._context.copy().run(call)
+        _here.depth = getattr(_here, "depth", 0) + 1
+        try:
+            return self._context.copy().run(call)
+        finally:
+            _here.depth -= 1

@@ -17,7 +17,7 @@ from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
 from streamlap.group import Slot, TransferGroup
 from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
-from streamlap.modes import CallerModes
+from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool, pool_for
 
 Fn = Callable[[Any], Any]
@@ -71,13 +71,14 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     compute = square if fn is None else _as_fn(fn)
     checked = [_checked_x(x, fn, position) for position, x in enumerate(xs)]
     results: list[list[Any]] = [[] for _ in checked]
-    inline = [lane for lane, (_, _, place) in enumerate(checked) if place.is_cuda]
-    workers = [lane for lane, (_, _, place) in enumerate(checked) if not place.is_cuda]
+    here = on_worker()
+    inline = [lane for lane, (_, _, place) in enumerate(checked) if place.is_cuda or here]
+    workers = [lane for lane in range(len(checked)) if lane not in inline]
     modes = CallerModes()
     slots = []
     control = Control()
 
-    def on_worker(lane: int, slot: Slot) -> None:
+    def work(lane: int, slot: Slot) -> None:
         error: BaseException | None = None
         for index in range(count):
             if control.stopped:
@@ -93,7 +94,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     for lane in workers:
         slot = Slot()
         slots.append(slot)
-        compute_stream(checked[lane][2]).launch(functools.partial(on_worker, lane, slot))
+        compute_stream(checked[lane][2]).launch(functools.partial(work, lane, slot))
     try:
         with torch.no_grad():
             for index in range(count):
@@ -175,7 +176,7 @@ def pipelined_run(
     lanes: list[Lane] = []
     for (argument, as_numpy, place), lane_out in zip(checked, outs, strict=True):
         job = Job(compute, argument, fn is None, as_numpy, limit, pin, dtype, pool, place)
-        if place.is_cuda:
+        if place.is_cuda or on_worker():
             _require_no_capture(current_stream(place), "pipelined_run()")
             lanes.append(InlineLane(job, count, lane_out, control))
         else:
