@@ -100,4 +100,4 @@ def nothing_left(where):
     yield
     if not eventually(is_clean, 0.05):
         gc.collect()
-        assert eventually(is_clean, 5.0), (before, streamlap.pool_stats(where))
+        assert eventually(is_clean, 2.0), (before, streamlap.pool_stats(where))

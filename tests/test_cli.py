@@ -165,7 +165,7 @@ def test_version_and_help():
         (["demo", "--repeat", "0"], "number from 1 up"),
         (["demo", "--device", "tpu"], "cuda:0"),
         (["demo", "--device", "cuda:-1"], "cuda:0"),
-        (["demo", "--device", "cuda:999"], "cuda:"),
+        (["demo", "--device", "cuda:999"], "GPU"),
         (["demo", "--dtype", "fp64"], "bf16"),
         (["demo", "--device", "cpu", "--dtype", "tf32"], "fp32"),
     ],

@@ -37,10 +37,11 @@ bool closing() noexcept { return g_closing.load(std::memory_order_relaxed); }
 
 void require_usable() {
   if (forked()) {
-    throw Error(ErrorKind::forked,
-                "streamlap was started in the parent of this forked process; its threads, streams and "
-                "pinned memory did not come along. Start the child with the 'spawn' or 'forkserver' "
-                "method, or use streamlap only in one of the two");
+    throw Error(
+        ErrorKind::forked,
+        "streamlap was started in the parent of this forked process; its threads, streams and "
+        "pinned memory did not come along. Start the child with the 'spawn' or 'forkserver' "
+        "method, or use streamlap only in one of the two");
   }
 }
 

@@ -1,5 +1,6 @@
 // What became of this process: forked from the one that started the library, or about to exit.
-// Owners of memory and streams ask before they lock, throw or call a driver; then they leak instead.
+// Owners of memory and streams ask before they lock, throw or call a driver; then they leak
+// instead.
 #pragma once
 
 namespace streamlap::process {

@@ -119,21 +119,22 @@ py::dict stats(PinnedPool& pool) {
 
 void bind_pool(py::module_& module) {
   py::class_<PyBlock>(module, "Block", py::buffer_protocol())
-      .def_property_readonly("address",
-                             [](const PyBlock& self) {
-                               return reinterpret_cast<std::uintptr_t>(self.block().data());
-                             })
+      .def_property_readonly(
+          "address",
+          [](const PyBlock& self) { return reinterpret_cast<std::uintptr_t>(self.block().data()); })
       .def_property_readonly("nbytes", [](const PyBlock& self) { return self.block().requested(); })
-      .def_property_readonly("capacity", [](const PyBlock& self) { return self.block().capacity(); })
+      .def_property_readonly("capacity",
+                             [](const PyBlock& self) { return self.block().capacity(); })
       .def_buffer([](PyBlock& self) {
-        return py::buffer_info(self.block().data(), 1, py::format_descriptor<std::uint8_t>::format(),
+        return py::buffer_info(self.block().data(), 1,
+                               py::format_descriptor<std::uint8_t>::format(),
                                static_cast<py::ssize_t>(self.block().requested()));
       });
 
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "Pool")
       .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"))
-      .def_property_readonly_static(
-          "smallest_block", [](const py::object&) { return PinnedPool::smallest_block; })
+      .def_property_readonly_static("smallest_block",
+                                    [](const py::object&) { return PinnedPool::smallest_block; })
       .def("allocate", &allocate)
       .def("stats", &stats)
       .def("trim",

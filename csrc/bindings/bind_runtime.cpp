@@ -117,7 +117,8 @@ void bind_runtime(py::module_& module) {
              GilRelease released;
              return self.runtime->stream_idle(self.ref);
            })
-      .def("capturing", [](const PyStream& self) { return self.runtime->stream_capturing(self.ref); })
+      .def("capturing",
+           [](const PyStream& self) { return self.runtime->stream_capturing(self.ref); })
       .def("launch",
            [](const PyStream& self, const py::object& callable) {
              auto task = as_task(callable);
@@ -134,14 +135,15 @@ void bind_runtime(py::module_& module) {
              GilRelease released;
              return self.runtime->gate(self.ref);
            })
-      .def("record",
-           [](const PyStream& self, bool timed) {
-             GilRelease released;
-             PyEvent event{self.runtime, self.runtime->event_create(self.ref.device, timed)};
-             self.runtime->event_record(*event.event, self.ref, site_python);
-             return event;
-           },
-           py::arg("timed") = false)
+      .def(
+          "record",
+          [](const PyStream& self, bool timed) {
+            GilRelease released;
+            PyEvent event{self.runtime, self.runtime->event_create(self.ref.device, timed)};
+            self.runtime->event_record(*event.event, self.ref, site_python);
+            return event;
+          },
+          py::arg("timed") = false)
       .def("wait", [](const PyStream& self, const PyEvent& event) {
         GilRelease released;
         self.runtime->stream_wait(self.ref, *event.event, site_python);
@@ -153,18 +155,21 @@ void bind_runtime(py::module_& module) {
              GilRelease released;
              return self.runtime->event_query(*self.event);
            })
-      .def("synchronize",
-           [](const PyEvent& self, std::optional<double> timeout) {
-             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
-               return self.runtime->event_sync_for(*self.event, slice, site_python);
-             });
-           },
-           py::arg("timeout") = py::none())
+      .def(
+          "synchronize",
+          [](const PyEvent& self, std::optional<double> timeout) {
+            return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+              return self.runtime->event_sync_for(*self.event, slice, site_python);
+            });
+          },
+          py::arg("timeout") = py::none())
       .def("elapsed", [](const PyEvent& begin, const PyEvent& end) {
         return begin.runtime->event_elapsed(*begin.event, *end.event);
       });
 
-  py::class_<Gate>(module, "Gate").def("open", &Gate::open).def_property_readonly("timed_out", &Gate::timed_out);
+  py::class_<Gate>(module, "Gate")
+      .def("open", &Gate::open)
+      .def_property_readonly("timed_out", &Gate::timed_out);
 
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def_property_readonly("name", &Runtime::name)
@@ -178,19 +183,21 @@ void bind_runtime(py::module_& module) {
              }
              return active;
            })
-      .def("stream",
-           [](const std::shared_ptr<Runtime>& self, int device, const std::string& kind,
-              bool high_priority) {
-             StreamKind wanted = kind_from_name(kind);
-             GilRelease released;
-             return PyStream{self, self->stream_create(device, wanted, high_priority)};
-           },
-           py::arg("device"), py::arg("kind"), py::arg("high_priority") = false)
-      .def("adopt",
-           [](const std::shared_ptr<Runtime>& self, int device, std::uintptr_t handle) {
-             return PyStream{self, StreamRef{handle, device, StreamKind::compute}};
-           },
-           py::arg("device"), py::arg("handle"))
+      .def(
+          "stream",
+          [](const std::shared_ptr<Runtime>& self, int device, const std::string& kind,
+             bool high_priority) {
+            StreamKind wanted = kind_from_name(kind);
+            GilRelease released;
+            return PyStream{self, self->stream_create(device, wanted, high_priority)};
+          },
+          py::arg("device"), py::arg("kind"), py::arg("high_priority") = false)
+      .def(
+          "adopt",
+          [](const std::shared_ptr<Runtime>& self, int device, std::uintptr_t handle) {
+            return PyStream{self, StreamRef{handle, device, StreamKind::compute}};
+          },
+          py::arg("device"), py::arg("handle"))
       .def("synchronize",
            [](Runtime& self, int device) {
              GilRelease released;

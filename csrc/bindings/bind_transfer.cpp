@@ -50,16 +50,18 @@ using PyItem = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size
 
 std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, int device,
                                    bool to_device, const std::vector<PyItem>& items,
-                                   const std::vector<const PyStream*>& after, std::size_t chunk_bytes,
-                                   bool from_host_stream, const py::object& finish, bool open_ended,
-                                   const py::object& keep_source, const py::object& keep_destination) {
+                                   const std::vector<const PyStream*>& after,
+                                   std::size_t chunk_bytes, bool from_host_stream,
+                                   const py::object& finish, bool open_ended,
+                                   const py::object& keep_source,
+                                   const py::object& keep_destination) {
   TransferRequest request;
   request.device = device;
   request.direction = to_device ? Direction::to_device : Direction::to_host;
   request.items.reserve(items.size());
   for (const auto& [dst, src, bytes, element, body] : items) {
-    request.items.push_back({reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes,
-                             element, body.is_none() ? nullptr : as_task(body)});
+    request.items.push_back({reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src),
+                             bytes, element, body.is_none() ? nullptr : as_task(body)});
   }
   for (const PyStream* stream : after) request.after.push_back(stream->ref);
   request.policy.chunk_bytes = chunk_bytes;
@@ -96,20 +98,22 @@ void bind_transfer(py::module_& module) {
              GilRelease released;
              return self.get()->done();
            })
-      .def("sync",
-           [](const PyTransfer& self, std::optional<double> timeout) {
-             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
-               return self.get()->sync_for(slice);
-             });
-           },
-           py::arg("timeout") = py::none())
-      .def("leaf_sync",
-           [](const PyTransfer& self, std::size_t leaf, std::optional<double> timeout) {
-             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
-               return self.get()->leaf_sync_for(leaf, slice);
-             });
-           },
-           py::arg("leaf"), py::arg("timeout") = py::none())
+      .def(
+          "sync",
+          [](const PyTransfer& self, std::optional<double> timeout) {
+            return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+              return self.get()->sync_for(slice);
+            });
+          },
+          py::arg("timeout") = py::none())
+      .def(
+          "leaf_sync",
+          [](const PyTransfer& self, std::size_t leaf, std::optional<double> timeout) {
+            return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+              return self.get()->leaf_sync_for(leaf, slice);
+            });
+          },
+          py::arg("leaf"), py::arg("timeout") = py::none())
       .def("chunk_sync",
            [](const PyTransfer& self, std::size_t chunk) {
              return wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
@@ -135,23 +139,24 @@ void bind_transfer(py::module_& module) {
       });
 
   py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(module, "Engine")
-      .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"), py::arg("items"),
-           py::arg("after"), py::arg("chunk_bytes"), py::arg("from_host_stream") = false,
-           py::arg("finish") = py::none(), py::arg("open_ended") = false, py::arg("keep_source"),
-           py::arg("keep_destination"))
+      .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"),
+           py::arg("items"), py::arg("after"), py::arg("chunk_bytes"),
+           py::arg("from_host_stream") = false, py::arg("finish") = py::none(),
+           py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"))
       .def("complete",
            [](CopyEngine& self, const PyTransfer& transfer, const PyStream& stream) {
              GilRelease released;
              self.complete(*transfer.get(), stream.ref);
            })
-      .def("copy_stream",
-           [](CopyEngine& self, int device, bool to_device) {
-             GilRelease released;
-             return PyStream{self.runtime(),
-                             self.copy_stream(device, to_device ? Direction::to_device
-                                                                : Direction::to_host)};
-           },
-           py::arg("device"), py::arg("to_device"))
+      .def(
+          "copy_stream",
+          [](CopyEngine& self, int device, bool to_device) {
+            GilRelease released;
+            return PyStream{
+                self.runtime(),
+                self.copy_stream(device, to_device ? Direction::to_device : Direction::to_host)};
+          },
+          py::arg("device"), py::arg("to_device"))
       .def("abandoned", [](CopyEngine& self) {
         GilRelease released;
         return self.reap();

@@ -26,15 +26,16 @@ Function entry_point(const char* symbol, unsigned version) {
 }
 
 struct Driver {
-  CUresult (*get_current)(CUcontext*) =
-      entry_point<CUresult (*)(CUcontext*)>("cuCtxGetCurrent", 4000);
-  CUresult (*set_current)(CUcontext) = entry_point<CUresult (*)(CUcontext)>("cuCtxSetCurrent", 4000);
+  CUresult (*get_current)(CUcontext*) = entry_point<CUresult (*)(CUcontext*)>("cuCtxGetCurrent",
+                                                                              4000);
+  CUresult (*set_current)(CUcontext) = entry_point<CUresult (*)(CUcontext)>("cuCtxSetCurrent",
+                                                                            4000);
   CUresult (*retain_primary)(CUcontext*, CUdevice) =
       entry_point<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain", 7000);
   CUresult (*primary_state)(CUdevice, unsigned*, int*) =
       entry_point<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState", 7000);
-  CUresult (*current_device)(CUdevice*) =
-      entry_point<CUresult (*)(CUdevice*)>("cuCtxGetDevice", 2000);
+  CUresult (*current_device)(CUdevice*) = entry_point<CUresult (*)(CUdevice*)>("cuCtxGetDevice",
+                                                                               2000);
 };
 
 const Driver& driver() {
@@ -44,8 +45,8 @@ const Driver& driver() {
 
 void check_driver(CUresult status, const char* operation) {
   if (status != CUDA_SUCCESS) {
-    throw Error(ErrorKind::runtime,
-                std::string(operation) + " failed with CUDA driver error " + std::to_string(status));
+    throw Error(ErrorKind::runtime, std::string(operation) + " failed with CUDA driver error " +
+                                        std::to_string(status));
   }
 }
 

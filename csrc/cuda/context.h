@@ -17,9 +17,9 @@ void check(cudaError_t status, const char* operation, const std::string& detail 
 void throw_if_sticky();
 bool sticky() noexcept;
 
-// Makes `device` current in this thread and puts back exactly what was current, no context included.
-// The primary context is retained, so it exists from the first use of the device to the end of the
-// process. Calls made inside do not break a graph capture of some other thread.
+// Makes `device` current in this thread and puts back exactly what was current, no context
+// included. The primary context is retained, so it exists from the first use of the device to the
+// end of the process. Calls made inside do not break a graph capture of some other thread.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

@@ -33,7 +33,10 @@ void EventCache::give(int device, bool timed, cudaEvent_t event) noexcept {
 }
 
 Recording::Recording(std::shared_ptr<EventCache> cache, int device, bool timed)
-    : cache_(std::move(cache)), device_(device), timed_(timed), event_(cache_->take(device, timed)) {}
+    : cache_(std::move(cache)),
+      device_(device),
+      timed_(timed),
+      event_(cache_->take(device, timed)) {}
 
 Recording::Recording(CompletionPtr completion) : completion_(std::move(completion)) {}
 

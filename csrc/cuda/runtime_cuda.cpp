@@ -150,7 +150,8 @@ StreamRef CudaRuntime::stream_create(int device, StreamKind kind, bool high_prio
   int greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high_priority ? greatest : least),
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                     high_priority ? greatest : least),
         "cudaStreamCreateWithPriority");
   StreamRef ref{reinterpret_cast<std::uintptr_t>(stream), device, kind};
   std::lock_guard lock(mutex_);

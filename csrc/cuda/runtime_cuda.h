@@ -17,7 +17,7 @@ namespace streamlap {
 namespace cuda {
 class EventCache;
 bool primary_active(int device) noexcept;
-}
+}  // namespace cuda
 
 class CudaRuntime final : public Runtime {
  public:

@@ -1,4 +1,5 @@
-// A thread with a FIFO of work: what a stream of kind host is everywhere, and any stream without a GPU.
+// A thread with a FIFO of work: what a stream of kind host is everywhere, and any stream without a
+// GPU.
 #pragma once
 
 #include <chrono>

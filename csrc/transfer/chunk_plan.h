@@ -13,8 +13,8 @@ struct LeafExtent {
 };
 
 struct ChunkPolicy {
-  std::size_t chunk_bytes = std::size_t{16} << 20;   // no copy is longer, but by one element
-  std::size_t record_bytes = std::size_t{1} << 20;   // an event follows at least so many bytes
+  std::size_t chunk_bytes = std::size_t{16} << 20;  // no copy is longer, but by one element
+  std::size_t record_bytes = std::size_t{1} << 20;  // an event follows at least so many bytes
 };
 
 struct Chunk {

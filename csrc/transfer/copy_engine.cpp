@@ -137,10 +137,11 @@ void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, Strea
       runtime.launch(item.body, stream);
     } else {
       runtime.copy_async(static_cast<std::byte*>(item.dst) + chunk.offset,
-                           static_cast<const std::byte*>(item.src) + chunk.offset, chunk.bytes,
-                           stream);
+                         static_cast<const std::byte*>(item.src) + chunk.offset, chunk.bytes,
+                         stream);
     }
-    if (plan.records_after(i)) runtime.event_record(*transfer.marks_[chunk.mark], stream, site_mark);
+    if (plan.records_after(i))
+      runtime.event_record(*transfer.marks_[chunk.mark], stream, site_mark);
   }
   if (plan.chunks.empty()) runtime.event_record(*transfer.copied_, stream, site_end);
 }

@@ -24,15 +24,16 @@ bool use_finished(Runtime& runtime, const EventPtr& event) {
 }  // namespace
 
 PinnedBlock::~PinnedBlock() {
-  if (process::leaking()) return;
+  if (data_ == nullptr || process::leaking()) return;
   pool_->take_back(*this);
 }
 
 void PinnedBlock::record_use(StreamRef stream) {
   if (pool_->runtime()->stream_capturing(stream)) {
-    throw Error(ErrorKind::capture,
-                "a use of pinned memory inside CUDA graph capture ends with no event; keep the tensor "
-                "for as long as the graph is replayed");
+    throw Error(
+        ErrorKind::capture,
+        "a use of pinned memory inside CUDA graph capture ends with no event; keep the tensor "
+        "for as long as the graph is replayed");
   }
   EventPtr event = pool_->runtime()->event_create(stream.device);
   pool_->runtime()->event_record(*event, stream, site_use);
@@ -147,16 +148,17 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   process::require_usable();
   bytes = std::max<std::size_t>(bytes, 1);
   const std::size_t capacity = size_class(bytes);
+  // Made before the lock is taken: nothing can fail once memory has changed hands.
+  auto block = std::make_unique<PinnedBlock>(shared_from_this(), nullptr, capacity, bytes);
+  LiveBlocks entry;
+  entry.emplace(nullptr, block.get());
   Freed freed;
   {
     std::lock_guard lock(mutex_);
     if (std::byte* data = take_ready(capacity)) {
-      auto block = std::make_unique<PinnedBlock>(shared_from_this(), data, capacity, bytes);
-      live_.emplace(data, block.get());
       stats_.live += capacity;
-      stats_.waste += capacity - bytes;
-      ++stats_.live_blocks;
       ++stats_.hits;
+      hand_out(*block, data, entry);
       return block;
     }
     collect_finished();
@@ -190,47 +192,52 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
     ++stats_.misses;
   }
   give_to_system(freed);
-  return reserve(bytes, capacity);
-}
-
-std::unique_ptr<PinnedBlock> PinnedPool::reserve(std::size_t bytes, std::size_t capacity) {
   std::byte* data = nullptr;
   try {
-    try {
-      data = static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::out_of_memory || trim() == 0) throw;
-      data = static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
-    }
-    std::lock_guard lock(mutex_);
-    auto block = std::make_unique<PinnedBlock>(shared_from_this(), data, capacity, bytes);
-    live_.emplace(data, block.get());
-    stats_.waste += capacity - bytes;
-    stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
-    ++stats_.live_blocks;
-    return block;
+    data = reserve(capacity);
   } catch (...) {
-    if (data != nullptr) runtime_->free_pinned(data, capacity);
     std::lock_guard lock(mutex_);
     stats_.reserved -= capacity;
     stats_.live -= capacity;
     throw;
   }
+  std::lock_guard lock(mutex_);
+  stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
+  hand_out(*block, data, entry);
+  return block;
+}
+
+std::byte* PinnedPool::reserve(std::size_t capacity) {
+  try {
+    return static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::out_of_memory || trim() == 0) throw;
+    return static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
+  }
+}
+
+void PinnedPool::hand_out(PinnedBlock& block, std::byte* data, LiveBlocks& entry) noexcept {
+  block.data_ = data;
+  auto node = entry.extract(entry.begin());
+  node.key() = data;
+  live_.insert(std::move(node));
+  stats_.waste += block.capacity_ - block.requested_;
+  ++stats_.live_blocks;
 }
 
 void PinnedPool::take_back(PinnedBlock& block) noexcept {
   std::lock_guard lock(mutex_);
   live_.erase(block.data_);
   if (block.condemned_) return;  // held for ever: nobody waits for it to come home
+  try {
+    retired_[block.capacity_].push_back({block.data_, std::move(block.uses_)});
+  } catch (...) {
+    return;  // no memory to remember it by: as if condemned
+  }
   stats_.live -= block.capacity_;
   stats_.waste -= block.capacity_ - block.requested_;
   --stats_.live_blocks;
   stats_.in_flight += block.capacity_;
-  try {
-    retired_[block.capacity_].push_back({block.data_, std::move(block.uses_)});
-  } catch (...) {
-    // No memory to remember it by: as if condemned.
-  }
 }
 
 PoolStats PinnedPool::stats() {

@@ -95,15 +95,18 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
     std::byte* data;
     std::vector<EventPtr> uses;
   };
+  using LiveBlocks = std::map<const std::byte*, PinnedBlock*>;  // by address
   using Freed = std::vector<std::pair<std::byte*, std::size_t>>;
 
   void take_back(PinnedBlock& block) noexcept;
-  bool finished(Retired& block);        // mutex_ held
+  bool finished(Retired& block);                // mutex_ held
   std::byte* take_ready(std::size_t capacity);  // mutex_ held: a block of this size, or null
-  void collect_finished();              // mutex_ held
+  void collect_finished();                      // mutex_ held
   void uncache(std::size_t bytes, Freed& out);  // mutex_ held: at least `bytes`, if there are
   void give_to_system(const Freed& freed) noexcept;
-  std::unique_ptr<PinnedBlock> reserve(std::size_t bytes, std::size_t capacity);
+  std::byte* reserve(std::size_t capacity);
+  // mutex_ held. `entry` is the block's place in live_, made beforehand.
+  void hand_out(PinnedBlock& block, std::byte* data, LiveBlocks& entry) noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   mutable std::mutex mutex_;
@@ -111,7 +114,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::size_t leaving_ = 0;  // counted in stats_.reserved until the system has them back
   std::map<std::size_t, std::vector<std::byte*>> cached_;  // by capacity
   std::map<std::size_t, std::deque<Retired>> retired_;     // by capacity, longest ago first
-  std::map<const std::byte*, PinnedBlock*> live_;  // by address
+  LiveBlocks live_;
 };
 
 }  // namespace streamlap

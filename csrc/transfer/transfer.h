@@ -67,9 +67,9 @@ class Transfer {
   EventPtr end_;                 // after everything: copied_, or the last step's
   bool empty_ = false;           // nothing was enqueued
   bool waits_on_host_ = false;
-  bool whole_only_ = false;      // a last step follows the copies: no leaf is ready before end_
+  bool whole_only_ = false;  // a last step follows the copies: no leaf is ready before end_
   std::atomic<bool> done_{false};
-  std::mutex mutex_;             // guards the two below
+  std::mutex mutex_;  // guards the two below
   std::shared_ptr<void> source_;
   std::shared_ptr<void> destination_;
 };
