@@ -197,7 +197,7 @@ def test_results_can_be_trained_on(where):
 def test_numpy_arrays_come_back_as_numpy(where, dtype):
     x = np.frombuffer(np.random.default_rng(5).bytes(16 * 16 * 12), dtype=np.uint8)
     x = (x % 2).astype(bool) if dtype == "bool" else x.view(dtype)
-    x = np.ascontiguousarray(x.reshape(12, -1))
+    x = np.ascontiguousarray(x.reshape(12, -1)).copy()
     assert same_bits(to_cpu(x.copy()).result(), x)
     assert isinstance(to_cpu(x.copy()).result(), np.ndarray)
     moved = to_device(x.copy(), where).result()

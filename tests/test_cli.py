@@ -202,6 +202,18 @@ def test_a_reader_that_leaves_early_gets_no_complaint():
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_a_full_disk_is_said_in_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "streamlap", "info"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
 def test_the_limit_is_measured_by_code_that_imports_nothing_of_ours():
     tree = ast.parse(Path(limit.__file__).read_text())
     for node in ast.walk(tree):

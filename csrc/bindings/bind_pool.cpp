@@ -143,6 +143,7 @@ void bind_pool(py::module_& module) {
              return self.trim();
            })
       .def_property_readonly("runtime", &PinnedPool::runtime)
+      .def_property_readonly("live", &PinnedPool::live)
       .def_property("limit", &PinnedPool::limit, &PinnedPool::set_limit)
       .def_static("size_class", &PinnedPool::size_class);
 

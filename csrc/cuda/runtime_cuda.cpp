@@ -255,13 +255,17 @@ bool CudaRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds ti
   // The driver has no wait with a limit: poll, quickly at first, then at a rate that costs no core.
   using clock = std::chrono::steady_clock;
   const auto begin = clock::now();
-  constexpr auto spin = std::chrono::microseconds(200);
+  constexpr auto spin = std::chrono::milliseconds(2);
   constexpr auto nap = std::chrono::microseconds(20);
   for (;;) {
     if (recording->done()) return true;
     const auto waited = clock::now() - begin;
     if (waited >= timeout) return false;
-    if (waited > spin) std::this_thread::sleep_for(nap);
+    if (waited > spin) {
+      std::this_thread::sleep_for(nap);
+    } else {
+      std::this_thread::yield();
+    }
   }
 }
 

@@ -72,6 +72,11 @@ std::size_t PinnedPool::limit() const {
   return stats_.limit;
 }
 
+std::size_t PinnedPool::live() const {
+  std::lock_guard lock(mutex_);
+  return stats_.live;
+}
+
 void PinnedPool::set_limit(std::size_t limit) {
   if (limit < smallest_block) {
     throw Error(ErrorKind::invalid_argument, "a pool limit of " + std::to_string(limit) +

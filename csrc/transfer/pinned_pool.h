@@ -79,6 +79,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   // Gives cached memory back to the system; the bytes given back.
   std::size_t trim();
   std::size_t limit() const;
+  // Bytes in blocks that somebody holds; asks no device.
+  std::size_t live() const;
   // Lowering it below what is reserved frees nothing that is held; it stops further growth.
   void set_limit(std::size_t limit);
   const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }

@@ -65,10 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error, 1)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
-    except BrokenPipeError:
-        # The reader has left. What Python still has to flush at exit must not complain.
+    except OSError as error:
+        # Nothing more can be written; what Python still has to flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # A reader that has left is no news to anybody.
+        return 1 if isinstance(error, BrokenPipeError) else _failed(error, 1)
 
 
 def _failed(reason: object, status: int) -> int:

@@ -15,6 +15,7 @@ from streamlap.experiment import Group, Outcome, Plan
 from streamlap.info import versions
 from streamlap.pinned import pool_stats
 from streamlap.sizes import format_size, memory_total
+from streamlap.ways import LIMIT_ROWS
 
 _DESCRIPTION = """\
 Compute x.mm(x) n times and bring all results to the host, by stock PyTorch and by
@@ -191,7 +192,7 @@ def _warmup_line(outcome: Outcome) -> str:
 def _table(group: Group, outcome: Outcome) -> list[str]:
     heading = f"{group.label}, {group.dtype}"
     lines = [f"{heading:<24}{'seconds':>10}{'x limit':>10}{'pinned':>12}{'device':>12}"]
-    order = [*experiment.LIMIT_ROWS, *[row.name for row in group.rows]]
+    order = [*LIMIT_ROWS, *[row.name for row in group.rows]]
     for name in dict.fromkeys(order):
         measured = outcome.find(group, name)
         if measured is None:

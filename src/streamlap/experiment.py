@@ -1,8 +1,4 @@
-"""The demo's rows: the ways to bring many products to the host, run in turn and measured.
-
-Two steps: :func:`plan` decides what fits this machine, :func:`measure` runs it. Stock ways are
-plain torch; the limit comes from ``limit.py``.
-"""
+"""The demo's measurement: :func:`plan` decides what fits this machine, :func:`measure` runs it."""
 
 from __future__ import annotations
 
@@ -14,21 +10,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from streamlap import limit
-from streamlap.devices import cuda_reason, cuda_runtime, use_runtime
+from streamlap.devices import cuda_reason, cuda_runtime
 from streamlap.errors import InvalidArgument
 from streamlap.pinned import PinnedPool, pool_stats
-from streamlap.pipeline import parallel_run, pipelined_run, run
 from streamlap.sizes import format_size
+from streamlap.ways import LIMIT_ROWS, Row, rows_alone, rows_together, to_host
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-COMPUTE_ALONE = "compute alone"
-COPY_ALONE = "copy alone"
-LIMIT_ROWS = (COMPUTE_ALONE, COPY_ALONE)
 LOGICAL_CPUS = 2
 
 _GPU_SIZE = 4000
@@ -37,22 +29,6 @@ _CPU_SECONDS = 0.12  # of one row, so that the default demo ends within 20 s
 _CPU_LARGEST = 1024
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to do the work.
-
-    Attributes:
-        prepare: makes what ``body`` is given, outside the clock.
-        body: what is timed; what it returns is kept until the memory has been counted.
-        blocking: takes seconds on a GPU.
-    """
-
-    name: str
-    body: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
-    blocking: bool = False
 
 
 @dataclass
@@ -166,9 +142,9 @@ def plan(device: str, dtype: str | None, size: int | None, n: int, rounds: int |
         for index, x in enumerate(xs if on_gpu else xs[:1]):
             blocking = not on_gpu or index == 0 or len(devices) <= 2
             label = str(x.device) if on_gpu else "cpu:0"
-            groups.append(Group(name, label, [x], _rows_alone(x, n, blocking)))
+            groups.append(Group(name, label, [x], rows_alone(x, n, blocking)))
         if len(xs) > 1:
-            groups.append(Group(name, f"all {len(xs)} at once", xs, _rows_together(xs, n)))
+            groups.append(Group(name, f"all {len(xs)} at once", xs, rows_together(xs, n)))
     return Plan(on_gpu, size, n, rounds, groups, notes)
 
 
@@ -232,83 +208,6 @@ def _count_that_fits(
     if fits < n:
         notes.append(f"n is {fits} instead of {n}: the results must fit {where}")
     return min(n, fits)
-
-
-# -- the rows
-
-
-def _to_host(result: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    # A CPU tensor is on the host already; copy=True makes torch copy it nevertheless.
-    return result.to("cpu", non_blocking=non_blocking, copy=True)
-
-
-def _stock_products(x: torch.Tensor, n: int) -> list[torch.Tensor]:
-    with torch.no_grad():
-        results = [x.mm(x) for _ in range(n)]
-    limit.synchronize([x.device])
-    return results
-
-
-def _stock_run_then_copy(x: torch.Tensor, n: int) -> list[torch.Tensor]:
-    return [_to_host(result) for result in _stock_products(x, n)]
-
-
-def _stock_non_blocking(x: torch.Tensor, n: int) -> list[torch.Tensor]:
-    with torch.no_grad():
-        results = [x.mm(x) for _ in range(n)]
-        on_host = [_to_host(result, non_blocking=True) for result in results]
-    limit.synchronize([x.device])
-    return on_host
-
-
-def _limit_rows(xs: list[torch.Tensor], n: int) -> list[Row]:
-    return [
-        Row(COMPUTE_ALONE, lambda _: limit.products(xs, n)),
-        Row(COPY_ALONE, limit.copies, lambda: limit.ready_pairs(xs, n)),
-    ]
-
-
-def _rows_alone(x: torch.Tensor, n: int, blocking: bool) -> list[Row]:
-    rows = [Row("run alone", lambda _: run(x, n))]
-    if blocking:
-        rows += [
-            Row(
-                "copy blocking",
-                lambda ready: [_to_host(result) for result in ready],
-                lambda: _stock_products(x, n),
-                True,
-            ),
-            Row("run then copy", lambda _: _stock_run_then_copy(x, n), blocking=True),
-        ]
-    # Stock before the limit's copies: torch's pinned memory is new to its first user, and warm-up
-    # shows what that costs.
-    rows.append(Row("stock non_blocking", lambda _: _stock_non_blocking(x, n)))
-    rows.append(Row("pipelined_run", lambda _: pipelined_run(x, n)))
-    return rows + _limit_rows([x], n)
-
-
-def _rows_together(xs: list[torch.Tensor], n: int) -> list[Row]:
-    @contextlib.contextmanager
-    def on_logical_devices() -> Iterator[None]:
-        if xs[0].device.type == "cpu":
-            with use_runtime("host", devices=len(xs)):
-                yield
-        else:
-            yield
-
-    def parallel(_: Any) -> Any:
-        with on_logical_devices():
-            return parallel_run(xs, n)
-
-    def pipelined(_: Any) -> Any:
-        with on_logical_devices():
-            return pipelined_run(xs, n)
-
-    return [
-        Row("parallel_run", parallel),
-        Row("pipelined_run", pipelined),
-        *_limit_rows(xs, n),
-    ]
 
 
 # -- running them
@@ -384,7 +283,7 @@ def _results_are_right(group: Group) -> bool:
     results = pipelined.body(None)
     for x, mine in zip(group.xs, results if len(group.xs) > 1 else [results], strict=True):
         with torch.no_grad():
-            expected = _to_host(x.mm(x)).view(torch.uint8)
+            expected = to_host(x.mm(x)).view(torch.uint8)
         if not all(torch.equal(result.view(torch.uint8), expected) for result in mine):
             return False
     return True

@@ -102,13 +102,18 @@ class PinnedPool:
         Virtual machines grow their memory on demand. Returns whether the limit was raised.
         """
         pool = self._pool()
-        if self._given is not None or nbytes <= pool.limit - pool.stats()["live"]:
+        if self._given is not None or nbytes <= pool.limit - pool.live:
             return False
         limit = default_pinned_limit()
         if limit <= pool.limit:
             return False
         pool.limit = limit
         return True
+
+    @property
+    def live(self) -> int:
+        """Bytes in blocks that are held."""
+        return self._pool().live
 
     @staticmethod
     def block_bytes(nbytes: int) -> int:

@@ -368,12 +368,12 @@ def _check_room(
             needed[target] = needed.get(target, 0) + n * target.block_bytes(nbytes)
     for target, nbytes in needed.items():
         target.refresh_limit(nbytes)
-        stats = target.stats()
-        if nbytes > stats["limit"] - stats["live"]:
+        live, limit = target.live, target.limit
+        if nbytes > limit - live:
             raise PoolExhausted(
                 f"{n} results for each of {len(checked)} inputs need {nbytes} bytes of pinned "
-                f"memory; {stats['live']} of the pool's {stats['limit']} bytes are held. Drop "
+                f"memory; {live} of the pool's {limit} bytes are held. Drop "
                 "results, raise the limit (STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
-                stats["live"],
-                stats["limit"],
+                live,
+                limit,
             )
