@@ -122,7 +122,10 @@ void bind_transfer(py::module_& module) {
            })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
       .def("wait_on_stream", &wait_on_stream)
-      .def("elapsed", [](const PyTransfer& self) { return self.get()->elapsed(); })
+      .def("elapsed_from",
+           [](const PyTransfer& self, const PyTransfer& first) {
+             return self.get()->elapsed_from(*first.get());
+           })
       .def("interval", [](const PyTransfer& self) { return self.get()->interval(); })
       .def("chunks",
            [](const PyTransfer& self) {

@@ -64,7 +64,10 @@ void Transfer::stream_wait(StreamRef stream) {
   if (!empty_) runtime_->stream_wait(stream, *end_, site_consumer);
 }
 
-double Transfer::elapsed() { return empty_ ? 0.0 : runtime_->event_elapsed(*begin_, *copied_); }
+double Transfer::elapsed_from(const Transfer& first) {
+  if (empty_ || first.empty_) return 0.0;
+  return runtime_->event_elapsed(*first.begin_, *copied_);
+}
 
 std::pair<double, double> Transfer::interval() {
   if (empty_) {

@@ -39,8 +39,9 @@ class Transfer {
   // True when the last step runs on a host stream of a device runtime, which no device waits for.
   bool waits_on_host() const noexcept { return waits_on_host_; }
 
-  // Seconds from the first copy's start to the last one's end; done() must be true.
-  double elapsed();
+  // Seconds from the start of the first copy of `first` (often this one) to the end of this one's
+  // last copy; both must be done.
+  double elapsed_from(const Transfer& first);
   // When it began and ended on the runtime's clock; NaN where unknown.
   std::pair<double, double> interval();
 

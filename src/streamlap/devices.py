@@ -35,20 +35,41 @@ _RUNTIMES = ("host",)
 _MAX_LOGICAL = 64
 
 
-@dataclass(frozen=True)
 class Place:
-    """A device of a runtime: where streams are made."""
+    """A device of a runtime: where streams are made. One object each: see :func:`place`.
 
-    runtime: _native.Runtime
-    index: int
+    Attributes:
+        runtime: the runtime that serves it.
+        index: its number there.
+        is_cuda: whether it is a GPU.
+        engine: its runtime's copy engine.
+    """
 
-    @property
-    def is_cuda(self) -> bool:
-        """Whether the device is a GPU."""
-        return self.runtime.uses_device_memory
+    __slots__ = ("engine", "index", "is_cuda", "runtime")
+
+    def __init__(self, runtime: _native.Runtime, index: int) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.is_cuda = runtime.uses_device_memory
+        self.engine = _native.engine(runtime)
 
     def __str__(self) -> str:
         return f"{'cuda' if self.is_cuda else 'cpu'}:{self.index}"
+
+
+@functools.cache
+def host_place(index: int) -> Place:
+    """Return a logical CPU device."""
+    return Place(host_runtime(), index)
+
+
+@functools.cache
+def cuda_place(index: int) -> Place:
+    """Return a GPU; raise DeviceError or InvalidArgument where there is none."""
+    runtime = cuda_runtime()
+    if index >= runtime.device_count:
+        raise InvalidArgument(f"no device cuda:{index}: there are {runtime.device_count} GPUs")
+    return Place(runtime, index)
 
 
 @dataclass(frozen=True)
@@ -160,17 +181,10 @@ def place_of(device: torch.device, position: int = 0) -> Place:
         InvalidArgument: a kind of device that streamlap does not know.
         DeviceError: a CUDA device that cannot be used.
     """
-    if device.type == "cpu":
-        if device.index:
-            return Place(host_runtime(), device.index)
-        count = _logical.get()
-        return Place(host_runtime(), position % (count or _MAX_LOGICAL))
     if device.type == "cuda":
-        runtime = cuda_runtime()
-        index = torch.cuda.current_device() if str(device) == "cuda" else device.index
-        if index >= runtime.device_count:
-            raise InvalidArgument(f"no device {device}: there are {runtime.device_count} GPUs")
-        return Place(runtime, index)
+        return cuda_place(torch.cuda.current_device() if str(device) == "cuda" else device.index)
+    if device.type == "cpu":
+        return host_place(device.index or position % (_logical.get() or _MAX_LOGICAL))
     raise InvalidArgument(f"streamlap knows the devices 'cpu' and 'cuda', not {str(device)!r}")
 
 

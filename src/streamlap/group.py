@@ -11,15 +11,22 @@ import torch
 
 from streamlap.arrays import Tree
 from streamlap.devices import StreamLike
-from streamlap.errors import TransferTimeout
-from streamlap.transfer import Transfer
+from streamlap.errors import InvalidArgument, TransferTimeout
+from streamlap.plan import Part
+from streamlap.transfer import Transfer, as_seconds
+
+
+class _Taken(Exception):
+    """Why a slot is empty: its only user has its transfer."""
 
 
 class Slot:
     """The place of one item: filled with its transfer, or with the error that stopped it."""
 
+    # One condition for all: waits are few, slots are many.
+    _changed = threading.Condition()
+
     def __init__(self) -> None:
-        self._changed = threading.Condition()
         self._transfer: Transfer | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
@@ -69,6 +76,12 @@ class Slot:
             assert self._transfer is not None
             return self._transfer
 
+    def take(self) -> Transfer:
+        """Return what :meth:`get` does, and keep it no longer."""
+        transfer = self.get()
+        self._transfer, self._error = None, _Taken()
+        return transfer
+
     def when_filled(self, callback: Callable[[], object]) -> None:
         """Call back once filled, now if it is."""
         with self._changed:
@@ -99,7 +112,7 @@ class TransferGroup(Transfer):
         self._read_source = read_source
 
     def result(self, timeout: float | None = None) -> Tree:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + as_seconds(timeout)
         results = []
         for slot in self._slots:
             transfer = slot.get(_left(deadline))
@@ -171,7 +184,17 @@ class TransferGroup(Transfer):
         return sum(slot.transfer.nbytes for slot in self._slots if slot.transfer is not None)
 
     def elapsed(self) -> float:
-        return sum(slot.get().elapsed() for slot in self._slots)
+        if not self.done():
+            raise InvalidArgument("elapsed() of a pipeline that is not done; call result() first")
+        parts = self.parts()
+        seconds = 0.0
+        for place in {part.place for part in parts}:
+            own = [part.native for part in parts if part.place is place]
+            seconds = max(seconds, own[-1].elapsed_from(own[0]))
+        return seconds
+
+    def parts(self) -> list[Part]:
+        return [part for slot in self._slots for part in slot.get().parts()]
 
     def stats(self) -> dict[str, Any]:
         every = [slot.transfer.stats() for slot in self._slots if slot.transfer is not None]

@@ -144,14 +144,14 @@ class Lane:
 
 
 class InlineLane(Lane):
-    """Issued by the caller's thread, on its current stream."""
+    """Issued by the caller's thread, on its current stream, under the caller's ``no_grad``."""
 
     def issue(self, index: int) -> None:
         job = self._job
         if index >= job.depth:
             self._make_room(index - job.depth)
         try:
-            with torch.no_grad(), _current_device(job.place):
+            with _current_device(job.place):
                 value = job.fn(job.x)
         except BaseException as error:
             annotate(error, index)
@@ -211,15 +211,16 @@ class HostLane(Lane):
                 slot.settle()
         super().fail(error)
 
+    def _compute_and_copy(self, index: int) -> Transfer:
+        return self._copy(self._job.fn(self._job.x), index)
+
     def _step(self, index: int) -> None:
         try:
             if self._control.stopped:
                 raise Stopped("the pipeline was stopped")
             if index >= self._job.depth:
                 self._retire(index - self._job.depth)
-            value = self._modes.run(self._job.fn, self._job.x)
-            transfer = self._modes.run(self._copy, value, index)
-            del value
+            transfer = self._modes.run(self._compute_and_copy, index)
         except BaseException as error:
             if not isinstance(error, Stopped):
                 annotate(error, index)

@@ -22,6 +22,7 @@ from streamlap.group import Slot
 from streamlap.lanes import Control, Stopped, annotate, start_copy
 from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool
+from streamlap.transfer import Transfer
 
 
 def map_items(
@@ -113,12 +114,14 @@ def _issue(
 
     modes = CallerModes()
 
+    def compute_and_copy() -> Transfer:
+        return start_copy(fn(item), None, pin, dtype, pool, worker)
+
     def compute() -> None:
         try:
             if control.stopped:
                 raise Stopped("the pipeline was stopped")
-            value = modes.run(fn, item)
-            slot.fill(modes.run(start_copy, value, None, pin, dtype, pool, worker))
+            slot.fill(modes.run(compute_and_copy))
         except Stopped as error:
             slot.fill(None, error)
         except BaseException as error:

@@ -14,6 +14,7 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
+    cuda_place,
     cuda_reason,
     cuda_runtime,
     host_runtime,
@@ -78,14 +79,18 @@ class PinnedPool:
         out.
         """
         sizes = _as_shape(shape)
-        dtype = _as_dtype(dtype)
-        count = math.prod(sizes)
+        return self.new(sizes, _as_dtype(dtype), stride, math.prod(sizes))
+
+    def new(
+        self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None, count: int
+    ) -> torch.Tensor:
+        """Return a tensor as :meth:`empty`, of ``count`` elements, without checks."""
         if count == 0:
-            tensor = torch.empty(sizes, dtype=dtype)
-            return tensor if stride is None else tensor.as_strided(sizes, tuple(stride))
+            tensor = torch.empty(shape, dtype=dtype)
+            return tensor if stride is None else tensor.as_strided(shape, stride)
         block = self._allocate(count * dtype.itemsize)
         flat = torch.frombuffer(block, dtype=dtype, count=count)
-        return flat.view(sizes) if stride is None else flat.as_strided(sizes, tuple(stride))
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
     def _allocate(self, nbytes: int) -> _native.Block:
         pool = self._pool()
@@ -235,7 +240,7 @@ def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
     else:
         if stream is None:
             raise InvalidType("record_use needs the stream that uses the tensor")
-        resolved = as_stream(stream, Place(cuda_runtime(), max(torch.cuda.current_device(), 0)))
+        resolved = as_stream(stream, cuda_place(torch.cuda.current_device()))
         assert resolved is not None
         native = resolved
     if tensor.numel() == 0:

@@ -107,8 +107,12 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
         for slot in slots:
             with contextlib.suppress(_Finished):
                 slot.get()
-    finally:
+    except BaseException as error:
         control.stop()
+        if not isinstance(error, KeyboardInterrupt):
+            for slot in slots:
+                slot.settle()  # the item that a worker is at is finished, nothing runs on
+        raise
     return results
 
 
@@ -184,13 +188,15 @@ def pipelined_run(
     try:
         for lane in lanes:
             lane.start()
-        for index in range(count):
-            for lane in lanes:
-                lane.issue(index)
+        with torch.no_grad():
+            for index in range(count):
+                for lane in lanes:
+                    lane.issue(index)
         if not wait:
             groups = [TransferGroup(lane.slots, lane.read_source) for lane in lanes]
             return _bundle(groups) if many else groups[0]
-        results = [[slot.get().result() for slot in lane.slots] for lane in lanes]
+        # Each transfer is let go of while the next one is waited for.
+        results = [[slot.take().result() for slot in lane.slots] for lane in lanes]
     except BaseException as error:
         control.stop()
         for lane in lanes:

@@ -7,6 +7,7 @@ leaf is copied and enqueues it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import operator
 import threading
@@ -232,7 +233,7 @@ class Transfer:
         """
         if not self.done():
             raise InvalidArgument("elapsed() of a transfer that is not done; call result() first")
-        return max((part.native.elapsed() for part in self._parts), default=0.0)
+        return max((part.native.elapsed_from(part.native) for part in self._parts), default=0.0)
 
     def stats(self) -> dict[str, Any]:
         """Return what was done: ``nbytes``, ``leaves``, ``chunks``, and the ``paths`` taken.
@@ -263,7 +264,7 @@ class Transfer:
     # -- inside
 
     def _sync(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + _seconds(timeout)
+        deadline = None if timeout is None else time.monotonic() + as_seconds(timeout)
         for part in self._parts:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not part.native.sync(left):
@@ -291,6 +292,10 @@ class Transfer:
                     )
 
     # -- for the pipelines
+
+    def parts(self) -> list[Part]:
+        """Return the native transfers, in order of issue."""
+        return self._parts
 
     def release_source(self) -> None:
         """Let go of the source early: the caller has ordered every later use of its memory."""
@@ -342,16 +347,11 @@ class Transfer:
         for child in spec.children():
             children.append((first, first + child.num_leaves, child))
             first += child.num_leaves
-        if spec.type is not None and issubclass(spec.type, dict):
-            keys = (
-                spec.context[1]
-                if isinstance(spec.context, list)
-                and len(spec.context) == 2
-                and spec.type.__name__ == "defaultdict"
-                else spec.context
-            )
-            return dict(zip(keys, children, strict=True))
-        return children
+        kind = spec.type  # torch's pytree has functions for some, namedtuple among them
+        if not (isinstance(kind, type) and issubclass(kind, dict)):
+            return children
+        keys = spec.context[1] if issubclass(kind, collections.defaultdict) else spec.context
+        return dict(zip(keys, children, strict=True))
 
     def _child_result(self, child: tuple[int, int, TreeSpec]) -> Tree:
         first, last, spec = child
@@ -374,7 +374,8 @@ def _settled(native: _native.Transfer) -> bool:
         return True
 
 
-def _seconds(timeout: float) -> float:
+def as_seconds(timeout: float) -> float:
+    """Return a timeout that makes sense."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise InvalidType(f"timeout must be seconds, not {timeout!r}")
     if not timeout >= 0:
