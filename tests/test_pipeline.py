@@ -485,9 +485,13 @@ def test_what_fn_raises_comes_out_as_it_is(where, index, wait):
 
     x = random_numbers((32, 32), where=where)
     before = streamlap.pool_stats(where)
+
+    def call():
+        results = pipelined_run(x, n=N, fn=fn, wait=wait)
+        return results if wait else results.result()
+
     with pytest.raises(Boom) as caught:
-        transfer = pipelined_run(x, n=N, fn=fn, wait=wait)
-        transfer.result()
+        call()
     assert caught.value is error
     assert error.streamlap_index == index
     assert any(f"item {index}" in note for note in error.__notes__)
@@ -496,7 +500,7 @@ def test_what_fn_raises_comes_out_as_it_is(where, index, wait):
         after = streamlap.pool_stats(where)
         assert (after["live"], after["live_blocks"]) == (before["live"], before["live_blocks"])
     else:
-        assert eventually(lambda: streamlap.pool_stats(where)["live"] == before["live"])
+        assert eventually(lambda: streamlap.pool_stats(where)["live"] == before["live"], 2.0)
     assert same_tree(pipelined_run(x, n=3), [x.mm(x).cpu()] * 3)
 
 

@@ -18,19 +18,30 @@ class PyTransfer {
   ~PyTransfer() {
     if (process::leaking()) {
       new std::shared_ptr<Transfer>(std::move(transfer_));
-      return;
+    } else {
+      discard();
     }
+  }
+
+  // Lets go of the transfer, and with it of the error it may hold: what Python makes of that error
+  // can lead back here, a circle that no garbage collector sees.
+  void discard() {
+    std::shared_ptr<Transfer> transfer = std::move(transfer_);
+    if (!transfer) return;
     bool done = false;
     try {
-      done = transfer_->done();
+      done = transfer->done();
     } catch (...) {
       // Whether its memory is out of use is for the engine to say.
     }
-    if (!done) Watch::instance().abandon(*engine_, std::move(transfer_));
+    if (!done) Watch::instance().abandon(*engine_, std::move(transfer));
   }
 
-  const std::shared_ptr<CopyEngine>& engine() const { return engine_; }
-  const std::shared_ptr<Transfer>& get() const { return transfer_; }
+  // A reference of the caller's own: it may use it without the interpreter's lock.
+  std::shared_ptr<Transfer> get() const {
+    if (!transfer_) throw Error(ErrorKind::runtime, "the transfer failed, which was reported before");
+    return transfer_;
+  }
 
  private:
   std::shared_ptr<CopyEngine> engine_;
@@ -80,13 +91,13 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
 
 // Blocks until the copies are issued, so that a stream can be made to wait for them.
 void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
-  Transfer& transfer = *self.get();
-  const bool on_host = transfer.waits_on_host();
+  auto transfer = self.get();
+  const bool on_host = transfer->waits_on_host();
   wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
-    return on_host ? transfer.sync_for(slice) : transfer.issued_for(slice);
+    return on_host ? transfer->sync_for(slice) : transfer->issued_for(slice);
   });
   GilRelease released;
-  transfer.stream_wait(stream.ref);
+  transfer->stream_wait(stream.ref);
 }
 
 }  // namespace
@@ -95,29 +106,33 @@ void bind_transfer(py::module_& module) {
   py::class_<PyTransfer>(module, "Transfer")
       .def("done",
            [](const PyTransfer& self) {
+             auto transfer = self.get();
              GilRelease released;
-             return self.get()->done();
+             return transfer->done();
            })
       .def(
           "sync",
           [](const PyTransfer& self, std::optional<double> timeout) {
+            auto transfer = self.get();
             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
-              return self.get()->sync_for(slice);
+              return transfer->sync_for(slice);
             });
           },
           py::arg("timeout") = py::none())
       .def(
           "leaf_sync",
           [](const PyTransfer& self, std::size_t leaf, std::optional<double> timeout) {
+            auto transfer = self.get();
             return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
-              return self.get()->leaf_sync_for(leaf, slice);
+              return transfer->leaf_sync_for(leaf, slice);
             });
           },
           py::arg("leaf"), py::arg("timeout") = py::none())
       .def("chunk_sync",
            [](const PyTransfer& self, std::size_t chunk) {
+             auto transfer = self.get();
              return wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
-               return self.get()->chunk_sync_for(chunk, slice);
+               return transfer->chunk_sync_for(chunk, slice);
              });
            })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
@@ -130,12 +145,14 @@ void bind_transfer(py::module_& module) {
       .def("chunks",
            [](const PyTransfer& self) {
              py::list answer;
-             for (const Chunk& chunk : self.get()->plan().chunks) {
+             const auto transfer = self.get();
+             for (const Chunk& chunk : transfer->plan().chunks) {
                answer.append(py::make_tuple(chunk.leaf, chunk.offset, chunk.bytes));
              }
              return answer;
            })
       .def("release_source", [](const PyTransfer& self) { self.get()->release_source(); })
+      .def("discard", &PyTransfer::discard)
       .def("release_all", [](const PyTransfer& self) { self.get()->release_all(); })
       .def("watch", [](const PyTransfer& self, const py::object& token) {
         Watch::instance().add(self.get(), share(token));
@@ -148,8 +165,9 @@ void bind_transfer(py::module_& module) {
            py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"))
       .def("complete",
            [](CopyEngine& self, const PyTransfer& transfer, const PyStream& stream) {
+             auto target = transfer.get();
              GilRelease released;
-             self.complete(*transfer.get(), stream.ref);
+             self.complete(*target, stream.ref);
            })
       .def(
           "copy_stream",

@@ -176,7 +176,7 @@ def pipelined_run(
         _check_room(checked, count, dtype, pool)
 
     control = Control()
-    modes = CallerModes()
+    modes: CallerModes | None = None
     lanes: list[Lane] = []
     for (argument, as_numpy, place), lane_out in zip(checked, outs, strict=True):
         job = Job(compute, argument, fn is None, as_numpy, limit, pin, dtype, pool, place)
@@ -184,6 +184,7 @@ def pipelined_run(
             _require_no_capture(current_stream(place), "pipelined_run()")
             lanes.append(InlineLane(job, count, lane_out, control))
         else:
+            modes = modes or CallerModes()
             lanes.append(HostLane(job, count, lane_out, control, modes))
     try:
         for lane in lanes:

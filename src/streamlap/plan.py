@@ -419,6 +419,8 @@ def _add_to_cpu(
     else:
         batch = batches.setdefault("driver", _Batch())
     batch.add(index, copied, target, tensor)
+    if tensor is not source.tensor:
+        batch.sources.append(source.tensor)  # packing has yet to read it, on the producer's stream
     if stage is not None:
         batch.destinations.append(dst)
 
@@ -505,6 +507,8 @@ def plan_to_device(
                 tensor, is_borrowed = staged.copy_(tensor), False
         batch = batches.setdefault((path, source_place), _Batch())
         batch.add(index, copied, landing, tensor)
+        if tensor is not source.tensor:
+            batch.sources.append(source.tensor)
         if landing is not final:
             batch.last_steps.append((final, landing))
             batch.destinations.append(final)

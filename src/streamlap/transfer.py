@@ -55,7 +55,9 @@ class Transfer:
         self._parts = parts
         self._borrowed = borrowed
         self._to_device = to_device
-        self._modified: SourceModified | None = None
+        self._nbytes = sum(leaf.tensor.nbytes for leaf in leaves if isinstance(leaf, Copied))
+        self._error: Exception | None = None  # how the work ended, once it was raised here
+        self._modified: str | None = None  # what SourceModified will say
         self._lock = threading.Lock()
 
     # -- waiting
@@ -85,12 +87,9 @@ class Transfer:
         Returns:
             The destination if it is on a device (``to_device``), else None.
         """
+        self._raise_error()
         for part in self._parts:
-            consumer = self._consumer(part, stream)
-            if consumer is None:
-                part.native.sync()
-            else:
-                part.native.wait_on_stream(consumer)
+            self._order(part, self._consumer(part, stream))
         return self._value() if self._to_device else None
 
     def wait_source(self, stream: StreamLike = None) -> None:
@@ -102,13 +101,10 @@ class Transfer:
 
         From here on the source is no longer borrowed.
         """
+        self._raise_error()
         self._check_borrowed()
         for part in self._parts:
-            writer = self._writer(part, stream)
-            if writer is None:
-                part.native.sync()
-            else:
-                part.native.wait_on_stream(writer)
+            self._order(part, self._writer(part, stream))
         self._borrowed = []
 
     def done(self) -> bool:
@@ -116,8 +112,11 @@ class Transfer:
         try:
             if not all(part.native.done() for part in self._parts):
                 return False
-        except Exception:
-            return all(_settled(part.native) for part in self._parts)
+        except Exception as error:
+            if not all(_settled(part.native) for part in self._parts):
+                return False
+            self._note_error(error)
+            return True
         self._finish()
         return True
 
@@ -207,11 +206,12 @@ class Transfer:
         ``view`` its elements as a flat tensor. Pieces come in order of issue and are cut at element
         boundaries. A leaf whose destination is not contiguous comes whole, with offset 0.
         """
+        self._raise_error()
         for part in self._parts:
             for piece, (leaf, offset, nbytes) in enumerate(part.native.chunks()):
                 index = part.leaves[leaf]
                 tensor: torch.Tensor = self._leaves[index].tensor
-                part.native.chunk_sync(piece)
+                self._call(part.native.chunk_sync, piece)
                 if tensor.is_contiguous() and nbytes < tensor.nbytes:
                     first = offset // tensor.itemsize
                     yield index, first, tensor.view(-1)[first : first + nbytes // tensor.itemsize]
@@ -223,7 +223,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Bytes copied, all leaves together."""
-        return sum(leaf.tensor.nbytes for leaf in self._leaves if isinstance(leaf, Copied))
+        return self._nbytes
 
     def elapsed(self) -> float:
         """Return the seconds from the first copy's start to the last one's end.
@@ -265,12 +265,52 @@ class Transfer:
 
     def _sync(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + as_seconds(timeout)
+        self._raise_error()
         for part in self._parts:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not part.native.sync(left):
+            if not self._call(part.native.sync, left):
                 raise TransferTimeout(
                     f"a transfer of {self.nbytes} bytes was not done within {timeout} s"
                 )
+
+    def _order(self, part: Part, stream: _native.Stream | None) -> None:
+        if stream is None:
+            self._call(part.native.sync)
+        else:
+            self._call(part.native.wait_on_stream, stream)
+
+    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._note_error(error)
+            raise
+
+    def _note_error(self, error: Exception) -> None:
+        """If that is what ended the work, keep it here and let go of both ends.
+
+        The native transfer holds the same object, whose traceback now leads to this transfer: a
+        circle that no garbage collector sees.
+        """
+        for part in self._parts:
+            try:
+                part.native.done()
+            except Exception as own:
+                if own is not error:
+                    continue
+                self._error = error
+                for failed in self._parts:
+                    failed.native.discard()
+                self._parts, self._leaves, self._borrowed = [], [], []
+                return
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _raise_modified(self) -> None:
+        if self._modified is not None:
+            raise SourceModified(self._modified)
 
     def _finish(self) -> None:
         """Once done: check what was borrowed, and let go of the source."""
@@ -284,7 +324,7 @@ class Transfer:
             for source in self._borrowed:
                 if source.version is not None and version_of(source.tensor) != source.version:
                     shape = tuple(source.tensor.shape)
-                    self._modified = self._modified or SourceModified(
+                    self._modified = (
                         f"the source of a transfer (shape {shape} on {source.tensor.device}) was "
                         "written while it was borrowed, so the copy may hold old or new bytes. "
                         "Call wait_source(), done() or result() before writing to it, or pass "
@@ -308,8 +348,7 @@ class Transfer:
         """Block until the copy is done, let go of the source; raise what :meth:`result` would."""
         self._sync(None)
         self._finish()
-        if self._modified is not None:
-            raise self._modified
+        self._raise_modified()
 
     def release_done(self) -> None:
         """Let go of the source of a transfer that a stream was made to wait for."""
@@ -354,13 +393,13 @@ class Transfer:
         return dict(zip(keys, children, strict=True))
 
     def _child_result(self, child: tuple[int, int, TreeSpec]) -> Tree:
+        self._raise_error()
         first, last, spec = child
         for leaf in self._leaves[first:last]:
             if isinstance(leaf, Copied) and leaf.part is not None:
-                leaf.part.native.leaf_sync(leaf.position)
+                self._call(leaf.part.native.leaf_sync, leaf.position)
         self._check_borrowed()
-        if self._modified is not None:
-            raise self._modified
+        self._raise_modified()
         values = [
             leaf.value() if isinstance(leaf, Copied) else leaf for leaf in self._leaves[first:last]
         ]

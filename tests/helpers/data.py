@@ -84,3 +84,6 @@ def same_tree(first, second) -> bool:
         same_bits(x, y) if isinstance(x, (torch.Tensor, np.ndarray)) else x == y
         for x, y in zip(a, b, strict=True)
     )
+
+
+DTYPE_SAMPLE = [torch.bool, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.complex128]
