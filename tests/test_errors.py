@@ -125,6 +125,7 @@ def test_a_producer_s_error_comes_out_of_the_transfer_and_stops_there():
 
 def test_a_failed_transfer_gives_its_memory_back():
     """Also while its error is remembered by the events that carried it."""
+    gc.collect()
     before = streamlap.pool_stats("cpu")["live"]
     stream = _native.host_runtime().stream(0, "compute")
 
@@ -139,4 +140,4 @@ def test_a_failed_transfer_gives_its_memory_back():
         stream.synchronize()
     del transfer
     gc.collect()
-    assert eventually(lambda: streamlap.pool_stats("cpu")["live"] == before, 2.0)
+    assert eventually(lambda: streamlap.pool_stats("cpu")["live"] <= before, 2.0)

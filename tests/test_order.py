@@ -754,11 +754,15 @@ def test_a_dropped_transfer_still_writes_its_destination(where):
     to_cpu(source, out=out, stream=producer.stream).result()
     poison(out)
     finish_all(where)
+    others = [_filled(SHAPE, where) for _ in range(2)]
+    finish_all(where)
+    del others
     gate = producer.hold()
     transfer = to_cpu(source, out=out, stream=producer.stream)
     del transfer, source
     gc.collect()
     assert engine_of(where).abandoned() == 1
+    others = [_filled(SHAPE, where) for _ in range(3)]
     assert is_poison(out)
     gate.open()
     assert eventually(lambda: engine_of(where).abandoned() == 0)
@@ -780,8 +784,7 @@ def test_an_abandoned_transfer_keeps_both_ends(where):
         assert live >= source.nbytes
         del transfer
         gc.collect()
-        stats = pool.stats()
-        assert stats["live"] + stats["in_flight"] == live
+        assert stays_false(lambda: pool.stats()["cached"] > live)  # of two blocks one is cached
         other = streamlap.empty_pinned(SHAPE, torch.float32, pool)
         mine = random_bits(SHAPE)
         other.copy_(mine)

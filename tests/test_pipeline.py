@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import poison, random_bits, random_numbers, same_bits, same_tree
-from helpers.streams import PATIENCE, engine_of, eventually, finish_all
+from helpers.streams import PATIENCE, CopySide, engine_of, eventually, finish_all, stays_false
 
 import streamlap
 from streamlap import parallel_run, pipelined_run, run
@@ -407,6 +407,41 @@ def test_at_most_depth_results_wait(depth):
     assert [float(result[0, 0]) for result in results] == list(range(N))
     assert most <= depth
     assert eventually(lambda: not alive)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_fn_runs_at_most_depth_items_ahead_of_the_copies(depth):
+    """No copy happens: fn of item `depth` must not be called before item 0 has arrived."""
+    fn = Distinct()
+    copies = CopySide("cpu")
+    gate = copies.hold()
+    transfer = pipelined_run(fn.values[0], n=N, fn=fn, depth=depth, wait=False)
+    assert eventually(lambda: fn.calls == depth)
+    assert stays_false(lambda: fn.calls > depth)
+    gate.open()
+    assert same_tree(transfer.result(), fn.expected())
+    assert fn.calls == N
+
+
+def test_results_are_let_go_of_although_nobody_asks():
+    """With wait=False nobody calls result(); the pipeline itself must let go of what has landed."""
+    alive, most = set(), 0
+    count = iter(range(N))
+
+    def fn(x):
+        nonlocal most
+        gc.collect()
+        most = max(most, len(alive))
+        i = next(count)
+        array = np.full(4, float(i), np.float32)
+        alive.add(i)
+        weakref.finalize(array, alive.discard, i)
+        return torch.from_numpy(array)
+
+    transfer = pipelined_run(torch.ones(2), n=N, fn=fn, depth=3, wait=False)
+    assert eventually(lambda: transfer._slots[-1].filled)
+    assert most <= 3
+    assert [float(result[0]) for result in transfer.result()] == list(range(N))
 
 
 @pytest.mark.gpu

@@ -200,6 +200,17 @@ void bind_runtime(py::module_& module) {
           py::arg("device"), py::arg("handle"))
       .def("synchronize",
            [](Runtime& self, int device) {
+             for (const EventPtr& mark : self.mark_workers(device)) {
+               try {
+                 wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+                   return self.event_sync_for(*mark, slice, site_python);
+                 });
+               } catch (const PythonError&) {
+                 // Whoever owns that work is told; this only waits for its end.
+               } catch (const Error&) {
+               }
+             }
+             if (!self.uses_device_memory()) return;
              GilRelease released;
              self.device_sync(device);
            })
@@ -215,6 +226,7 @@ void bind_runtime(py::module_& module) {
   module.def("cuda_probe", &probe);
   module.def("cuda_reason", [] { return probe_cuda().reason; });
   module.def("shutdown", &shutdown);
+  module.def("on_worker_thread", &on_worker_thread);
   module.def("ending", &process::ending);
   module.def("closing", &process::closing);
   module.def("require_usable", &process::require_usable);

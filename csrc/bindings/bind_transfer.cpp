@@ -39,7 +39,9 @@ class PyTransfer {
 
   // A reference of the caller's own: it may use it without the interpreter's lock.
   std::shared_ptr<Transfer> get() const {
-    if (!transfer_) throw Error(ErrorKind::runtime, "the transfer failed, which was reported before");
+    process::require_usable();
+    if (!transfer_)
+      throw Error(ErrorKind::runtime, "the transfer failed, which was reported before");
     return transfer_;
   }
 
@@ -114,9 +116,8 @@ void bind_transfer(py::module_& module) {
           "sync",
           [](const PyTransfer& self, std::optional<double> timeout) {
             auto transfer = self.get();
-            return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
-              return transfer->sync_for(slice);
-            });
+            return wait_sliced(
+                timeout, [&](std::chrono::nanoseconds slice) { return transfer->sync_for(slice); });
           },
           py::arg("timeout") = py::none())
       .def(

@@ -15,6 +15,29 @@ bool interpreter_ending() noexcept {
 #endif
 }
 
+namespace {
+
+thread_local bool t_on_worker = false;
+thread_local bool t_own_thread = false;
+
+class OnWorker {
+ public:
+  OnWorker() { t_on_worker = true; }
+  ~OnWorker() { t_on_worker = false; }
+};
+
+}  // namespace
+
+bool on_worker_thread() noexcept { return t_on_worker; }
+
+void keep_thread_to_the_end() noexcept { t_own_thread = true; }
+
+bool stranded() noexcept {
+  if (interpreter_ending()) return true;
+  // Workers finish what they are at; our own thread is joined; the main thread ends it all.
+  return process::ending() && !t_on_worker && !t_own_thread && gettid() != getpid();
+}
+
 void park_thread() noexcept {
   for (;;) pause();
 }
@@ -34,6 +57,7 @@ SharedObject share(py::handle object) {
 std::function<void()> as_task(const py::object& callable) {
   return [shared = share(callable)] {
     if (process::closing()) return;
+    OnWorker here;
     GilAcquire gil;
     PyObject* answer = PyObject_CallNoArgs(shared.get());
     if (answer != nullptr) {

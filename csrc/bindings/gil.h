@@ -15,18 +15,26 @@
 #include <memory>
 #include <optional>
 
+#include "base/process.h"
+
 namespace streamlap::bindings {
 
 namespace py = pybind11;
 
 bool interpreter_ending() noexcept;
+// True in a daemon thread of the user's once the exit handler runs: it must not come back.
+bool stranded() noexcept;
+// For our own background thread, which the exit handler joins.
+void keep_thread_to_the_end() noexcept;
+// True while this thread runs a callable for a stream.
+bool on_worker_thread() noexcept;
 [[noreturn]] void park_thread() noexcept;
 
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
   ~GilRelease() noexcept(false) {
-    if (interpreter_ending()) park_thread();
+    if (stranded()) park_thread();
     PyEval_RestoreThread(state_);
   }
   GilRelease(const GilRelease&) = delete;
@@ -66,6 +74,7 @@ std::function<void()> as_task(const py::object& callable);
 // passed (then false). Signal handlers run between slices; what they raise is thrown.
 template <class Wait>
 bool wait_sliced(std::optional<double> timeout, Wait&& wait) {
+  process::require_usable();
   using clock = std::chrono::steady_clock;
   constexpr std::chrono::nanoseconds slice = std::chrono::milliseconds(50);
   const auto begin = clock::now();

@@ -93,6 +93,7 @@ void Watch::wait(std::chrono::microseconds& nap) {
 }
 
 py::object Watch::next() {
+  keep_thread_to_the_end();
   std::vector<SharedObject> tokens;
   std::vector<PyObject*> dropped;
   bool stop = false;

@@ -140,11 +140,7 @@ StreamRef CudaRuntime::stream_create(int device, StreamKind kind, bool high_prio
   if (device < 0 || device >= device_count_) {
     throw Error(ErrorKind::invalid_argument, "no CUDA device " + std::to_string(device));
   }
-  if (kind == StreamKind::host) {
-    std::lock_guard lock(mutex_);
-    workers_.emplace_back(device, std::make_unique<Worker>());
-    return {reinterpret_cast<std::uintptr_t>(workers_.back().second.get()), device, kind};
-  }
+  if (kind == StreamKind::host) return workers_.add(device, kind);
   DeviceGuard guard(device);
   int least = 0;
   int greatest = 0;
@@ -315,25 +311,26 @@ std::unique_ptr<Gate> CudaRuntime::gate(StreamRef stream) {
   return std::make_unique<CudaGate>(stream);
 }
 
+std::vector<EventPtr> CudaRuntime::mark_workers(int device) {
+  std::vector<EventPtr> events;
+  for (CompletionPtr& completion : workers_.mark(device)) {
+    auto event = std::make_shared<CudaEvent>(events_, device, false);
+    event->set(std::make_shared<Recording>(std::move(completion)));
+    events.push_back(std::move(event));
+  }
+  return events;
+}
+
 void CudaRuntime::device_sync(int device) {
   DeviceGuard guard(device);
   // The workers first: they may have CUDA work yet to issue.
-  std::vector<CompletionPtr> pending;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [owner, worker] : workers_) {
-      if (owner == device && !worker->idle()) pending.push_back(worker->record());
-    }
-  }
-  for (auto& completion : pending) completion->wait();
+  for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device " + std::to_string(device));
 }
 
 bool CudaRuntime::idle() {
+  if (!workers_.idle()) return false;
   std::lock_guard lock(mutex_);
-  for (auto& [device, worker] : workers_) {
-    if (!worker->idle()) return false;
-  }
   for (StreamRef stream : streams_) {
     if (!stream_idle(stream)) return false;
   }

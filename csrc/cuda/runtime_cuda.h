@@ -11,6 +11,7 @@
 
 #include "runtime/runtime.h"
 #include "runtime/worker.h"
+#include "runtime/worker_list.h"
 
 namespace streamlap {
 
@@ -47,6 +48,7 @@ class CudaRuntime final : public Runtime {
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
   void launch(std::function<void()> task, StreamRef stream) override;
   std::unique_ptr<Gate> gate(StreamRef stream) override;
+  std::vector<EventPtr> mark_workers(int device) override;
   void device_sync(int device) override;
   double now() const override { return steady_seconds(); }
   bool idle() override;
@@ -56,7 +58,7 @@ class CudaRuntime final : public Runtime {
   std::shared_ptr<cuda::EventCache> events_;
   std::mutex mutex_;
   std::vector<StreamRef> streams_;  // the CUDA streams this runtime created
-  std::vector<std::pair<int, std::unique_ptr<Worker>>> workers_;  // host streams: device, worker
+  WorkerList workers_;              // streams of kind host
 };
 
 }  // namespace streamlap

@@ -67,9 +67,7 @@ void HostRuntime::free_device(int, void* pointer, std::size_t bytes) noexcept {
 StreamRef HostRuntime::stream_create(int device, StreamKind kind, bool) {
   check_device(device);
   process::require_usable();
-  std::lock_guard lock(mutex_);
-  workers_.emplace_back(device, std::make_unique<Worker>());
-  return {reinterpret_cast<std::uintptr_t>(workers_.back().second.get()), device, kind};
+  return workers_.add(device, kind);
 }
 
 bool HostRuntime::stream_idle(StreamRef stream) { return worker(stream).idle(); }
@@ -136,24 +134,22 @@ std::unique_ptr<Gate> HostRuntime::gate(StreamRef stream) {
   return std::make_unique<HostGate>(worker(stream));
 }
 
-void HostRuntime::device_sync(int device) {
+std::vector<EventPtr> HostRuntime::mark_workers(int device) {
   check_device(device);
-  std::vector<CompletionPtr> pending;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [owner, worker] : workers_) {
-      if (owner == device && !worker->idle()) pending.push_back(worker->record());
-    }
+  std::vector<EventPtr> events;
+  for (CompletionPtr& completion : workers_.mark(device)) {
+    auto event = std::make_shared<HostEvent>();
+    event->set(std::move(completion));
+    events.push_back(std::move(event));
   }
-  for (auto& completion : pending) completion->wait();
+  return events;
 }
 
-bool HostRuntime::idle() {
-  std::lock_guard lock(mutex_);
-  for (auto& [device, worker] : workers_) {
-    if (!worker->idle()) return false;
-  }
-  return true;
+void HostRuntime::device_sync(int device) {
+  check_device(device);
+  for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
 }
+
+bool HostRuntime::idle() { return workers_.idle(); }
 
 }  // namespace streamlap

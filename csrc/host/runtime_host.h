@@ -3,11 +3,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "runtime/runtime.h"
 #include "runtime/worker.h"
+#include "runtime/worker_list.h"
 
 namespace streamlap {
 
@@ -38,6 +38,7 @@ class HostRuntime final : public Runtime {
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
   void launch(std::function<void()> task, StreamRef stream) override;
   std::unique_ptr<Gate> gate(StreamRef stream) override;
+  std::vector<EventPtr> mark_workers(int device) override;
   void device_sync(int device) override;
   double now() const override { return steady_seconds(); }
   bool idle() override;
@@ -48,8 +49,7 @@ class HostRuntime final : public Runtime {
   void check_device(int device) const;
   Worker& worker(StreamRef stream);
 
-  std::mutex mutex_;
-  std::vector<std::pair<int, std::unique_ptr<Worker>>> workers_;  // device, worker
+  WorkerList workers_;
 };
 
 }  // namespace streamlap

@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/errors.h"
 
@@ -124,6 +125,10 @@ class Runtime {
   virtual void launch(std::function<void()> task, StreamRef stream) = 0;
 
   virtual std::unique_ptr<Gate> gate(StreamRef stream) = 0;
+  // An event at the end of what each busy worker of the device has been given. In a worker's own
+  // task: of the workers that do not compute, since one that waited for another could wait for
+  // itself.
+  virtual std::vector<EventPtr> mark_workers(int device) = 0;
   // Waits for all work on the device that this runtime or anybody else has issued.
   virtual void device_sync(int device) = 0;
   // Seconds on a monotonic clock, the one of Python's time.perf_counter() where time is real.

@@ -2,9 +2,18 @@
 
 #include <cxxabi.h>
 
+#include "base/errors.h"
 #include "base/process.h"
 
 namespace streamlap {
+
+namespace {
+
+thread_local const void* t_running = nullptr;  // the state of the worker this thread is
+
+}  // namespace
+
+bool Worker::inside() noexcept { return t_running != nullptr; }
 
 double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -93,6 +102,9 @@ CompletionPtr Worker::record() {
 void Worker::reset_error() { push({Kind::reset, nullptr, nullptr}); }
 
 void Worker::sync() {
+  if (t_running == state_.get()) {
+    throw Error(ErrorKind::invalid_argument, "a stream's own work cannot wait for the stream");
+  }
   CompletionPtr completion = record();
   completion->wait();
   if (std::exception_ptr failed = completion->error()) {
@@ -110,6 +122,7 @@ bool Worker::idle() const {
 }
 
 void Worker::run(const std::shared_ptr<State>& state) {
+  t_running = state.get();
   std::unique_lock lock(state->mutex);
   for (;;) {
     state->busy = false;

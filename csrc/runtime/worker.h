@@ -51,9 +51,12 @@ class Worker {
   void wait(std::function<void()> body);
   CompletionPtr record();
   void reset_error();
-  // Blocks until all issued so far is done; throws the error and takes it off.
+  // Blocks until all issued so far is done; throws the error and takes it off. Refused in a task of
+  // this worker, which would wait for itself.
   void sync();
   bool idle() const;
+  // True in a thread that is running some worker's task.
+  static bool inside() noexcept;
 
  private:
   enum class Kind { task, wait, record, reset };

@@ -179,7 +179,7 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
     if (stats_.reserved > stats_.limit - capacity) {
       uncache(stats_.reserved - (stats_.limit - capacity), freed);
       std::size_t left = stats_.reserved;
-      for (auto& entry : freed) left -= entry.second;
+      for (auto& piece : freed) left -= piece.second;
       if (left > stats_.limit - capacity) {
         // What is missing is in flight or being reserved by somebody else: the caller comes again.
         for (auto [data, size] : freed) {

@@ -194,6 +194,8 @@ def as_destination(out: object, what: str) -> torch.Tensor:
             raise InvalidArgument(f"{what} is a read-only array")
         if any(stride < 0 for stride in out.strides):
             raise InvalidArgument(f"{what} has negative strides, which torch cannot describe")
+        if not out.dtype.isnative:
+            raise UnsupportedTensor(f"{what} has bytes in foreign order ({out.dtype})")
         try:
             tensor = torch.from_numpy(out)
         except TypeError as error:

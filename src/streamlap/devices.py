@@ -182,7 +182,9 @@ def place_of(device: torch.device, position: int = 0) -> Place:
         DeviceError: a CUDA device that cannot be used.
     """
     if device.type == "cuda":
-        return cuda_place(torch.cuda.current_device() if str(device) == "cuda" else device.index)
+        cuda_runtime()  # first: torch's own error would not say why there is none
+        index: int | None = device.index  # torch's types deny the None of a plain "cuda"
+        return cuda_place(torch.cuda.current_device() if index is None else index)
     if device.type == "cpu":
         return host_place(device.index or position % (_logical.get() or _MAX_LOGICAL))
     raise InvalidArgument(f"streamlap knows the devices 'cpu' and 'cuda', not {str(device)!r}")
@@ -325,6 +327,7 @@ def synchronize(device: str | int | torch.device | None = None) -> None:
 
     Thread-safe. The interpreter's lock is released while it waits.
     """
+    _native.require_usable()
     if device is not None:
         place = place_of(parse_device(device))
         place.runtime.synchronize(place.index)

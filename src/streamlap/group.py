@@ -14,6 +14,7 @@ from streamlap.devices import StreamLike
 from streamlap.errors import InvalidArgument, TransferTimeout
 from streamlap.plan import Part
 from streamlap.transfer import Transfer, as_seconds
+from streamlap.watch import require_alive, run_callback
 
 
 class _Taken(Exception):
@@ -64,6 +65,7 @@ class Slot:
                 if left <= 0:
                     return False
                 self._changed.wait(min(left, 0.05))
+                require_alive()
         return True
 
     def get(self, timeout: float | None = None) -> Transfer:
@@ -113,10 +115,13 @@ class TransferGroup(Transfer):
 
     def result(self, timeout: float | None = None) -> Tree:
         deadline = None if timeout is None else time.monotonic() + as_seconds(timeout)
-        results = []
-        for slot in self._slots:
-            transfer = slot.get(_left(deadline))
-            results.append(transfer.result(_left(deadline)))
+        results: list[Tree] = []
+        try:
+            for slot in self._slots:
+                results.append(slot.get(_left(deadline)).result(_left(deadline)))
+        except BaseException:
+            results.clear()  # or the traceback would keep what was fetched so far
+            raise
         return results
 
     def wait(self, stream: StreamLike = None) -> Tree | None:
@@ -141,7 +146,7 @@ class TransferGroup(Transfer):
 
     def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
         if self.done():
-            callback(self)
+            run_callback(callback, self)
             return
         lock = threading.Lock()
         left = len(self._slots)
@@ -152,7 +157,7 @@ class TransferGroup(Transfer):
                 left -= 1
                 last = left == 0
             if last:
-                callback(self)
+                run_callback(callback, self)
 
         def filled(slot: Slot) -> None:
             if slot.transfer is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native, watch
+from streamlap import _native
 from streamlap.arrays import as_destination, as_source, check_matches, flatten
 from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
 from streamlap.errors import InvalidType
@@ -44,14 +44,21 @@ class Control:
     """Whether the lanes of one pipeline go on."""
 
     def __init__(self) -> None:
-        self._stopped = False
+        self._error: BaseException | None = None
 
-    def stop(self) -> None:
-        self._stopped = True
+    def stop(self, error: BaseException | None = None) -> None:
+        """Issue nothing more, because of ``error``; the first one counts."""
+        self._error = self._error or error or Stopped("the pipeline was stopped")
 
     @property
     def stopped(self) -> bool:
-        return self._stopped or _native.ending()
+        """Whether nothing more should be issued."""
+        return self._error is not None or _native.ending()
+
+    def check(self) -> None:
+        """Raise what stopped the pipeline."""
+        if self._error is not None:
+            raise self._error
 
 
 class Stopped(Exception):
@@ -77,7 +84,6 @@ def start_copy(
     as_numpy: bool = False,
 ) -> Transfer:
     """Start copying an item's result to the host, whole."""
-    watch.ensure_started()
     if out is None:
         leaves, spec = flatten(value)
         outs = [None] * len(leaves)
@@ -215,16 +221,17 @@ class HostLane(Lane):
         return self._copy(self._job.fn(self._job.x), index)
 
     def _step(self, index: int) -> None:
+        if _native.ending():
+            return  # nobody is left to deliver to
         try:
-            if self._control.stopped:
-                raise Stopped("the pipeline was stopped")
+            self._control.check()
             if index >= self._job.depth:
                 self._retire(index - self._job.depth)
             transfer = self._modes.run(self._compute_and_copy, index)
         except BaseException as error:
             if not isinstance(error, Stopped):
                 annotate(error, index)
-            self._control.stop()
+            self._control.stop(error)
             self._drain()
             for slot in self.slots[index:]:
                 slot.fill(None, error)

@@ -118,14 +118,15 @@ def _issue(
         return start_copy(fn(item), None, pin, dtype, pool, worker)
 
     def compute() -> None:
+        if _native.ending():
+            return
         try:
-            if control.stopped:
-                raise Stopped("the pipeline was stopped")
+            control.check()
             slot.fill(modes.run(compute_and_copy))
         except Stopped as error:
             slot.fill(None, error)
         except BaseException as error:
-            control.stop()
+            control.stop(Stopped("an earlier item failed"))
             slot.fill(None, annotate(error, index))
 
     compute_stream(worker).launch(compute)

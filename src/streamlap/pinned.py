@@ -240,6 +240,7 @@ def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
     else:
         if stream is None:
             raise InvalidType("record_use needs the stream that uses the tensor")
+        cuda_runtime()
         resolved = as_stream(stream, cuda_place(torch.cuda.current_device()))
         assert resolved is not None
         native = resolved

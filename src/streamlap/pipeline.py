@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from streamlap import watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
 from streamlap.devices import Place, StreamLike, compute_stream, current_stream, place_of
 from streamlap.devices import require_no_capture as _require_no_capture
@@ -44,6 +45,7 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     Raises:
         InvalidArgument, InvalidType: ``n`` is no count, ``x`` is not square for the default ``fn``.
     """
+    watch.enter()
     count = _as_count(n)
     argument, _numpy, _place = _checked_x(x, fn, 0)
     compute = square if fn is None else _as_fn(fn)
@@ -65,6 +67,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     Raises:
         As :func:`run`; what ``fn`` raises comes with the index of its item.
     """
+    watch.enter()
     count = _as_count(n)
     if not isinstance(xs, (list, tuple)):
         raise InvalidType(f"parallel_run takes a list of inputs, not {type(xs).__name__}")
@@ -87,7 +90,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
                 results[lane].append(modes.run(compute, checked[lane][0]))
             except BaseException as raised:
                 error = annotate(raised, index)
-                control.stop()
+                control.stop(error)
                 break
         slot.fill(None, error or _Finished())
 
@@ -164,6 +167,7 @@ def pipelined_run(
 
     Thread-safe. With results in pinned memory the device holds at most ``depth`` of them.
     """
+    watch.enter()
     many = isinstance(x, (list, tuple))
     inputs = list(x) if many else [x]
     count = _as_count(n)
@@ -199,7 +203,7 @@ def pipelined_run(
         # Each transfer is let go of while the next one is waited for.
         results = [[slot.take().result() for slot in lane.slots] for lane in lanes]
     except BaseException as error:
-        control.stop()
+        control.stop(error)
         for lane in lanes:
             lane.fail(error)
         raise
@@ -247,6 +251,7 @@ def pipelined_map(
     A consumer that stops early (``close()``, ``break``) loses nothing: what is in flight is waited
     for, and every buffer is given back. One thread at a time may advance it.
     """
+    watch.enter()
     limit = _as_depth(depth)
     _check_options(pin, dtype, None, True, pool)
     compute = _as_fn(fn)

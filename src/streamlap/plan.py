@@ -474,7 +474,11 @@ def plan_to_device(
     """Enqueue copies to ``device``."""
     place = place_of(device)
     if not place.is_cuda:
-        return plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place)
+        planned = plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place)
+        for leaf in planned.leaves:
+            if isinstance(leaf, Copied):
+                leaf.as_numpy = False  # a device has tensors
+        return planned
     target = torch.device("cuda", place.index)
     sources = [as_source(leaf) for leaf in leaves]
     checked = _checked_outs(sources, outs, target, dtype)

@@ -143,7 +143,7 @@ class Transfer:
         if not callable(callback):
             raise InvalidType(f"a callback is called; {callback!r} cannot be")
         if self.done():
-            callback(self)
+            watch.run_callback(callback, self)
             return
         left = len(self._parts)
         lock = threading.Lock()
@@ -154,9 +154,9 @@ class Transfer:
                 left -= 1
                 last = left == 0
             if last:
-                callback(self)
+                watch.run_callback(callback, self)
 
-        watch.ensure_started()
+        watch.enter()
         for part in self._parts:
             part.native.watch(part_done)
 
@@ -477,6 +477,7 @@ def to_cpu(
     Stream order: starts after the work that ``stream`` has been given, and, with ``out``, after
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
+    watch.enter()
     _check_common(dtype, pool)
     if pin is not None and not isinstance(pin, bool):
         raise InvalidType(f"pin must be True, False or None, not {pin!r}")
@@ -523,6 +524,7 @@ def to_device(
     Stream order: destinations are allocated on ``stream``, and the copy starts after what that
     stream has been given. Thread-safe.
     """
+    watch.enter()
     _check_common(dtype, None)
     target = parse_device(device)
     leaves, spec = flatten(tree)
@@ -544,7 +546,6 @@ def _started(
     stream: StreamLike,
     protect: bool,
 ) -> Transfer:
-    watch.ensure_started()
     transfer = Transfer(leaves, spec, parts, borrowed, to_device)
     if protect:
         transfer.wait_source(stream)

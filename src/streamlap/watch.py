@@ -1,12 +1,19 @@
-"""The one background thread: runs done callbacks, and lets go of what nobody holds any more."""
+"""The background thread (done callbacks, and what nobody holds any more), and the end of it all.
+
+Every entry point of the library starts with :func:`enter`.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 from streamlap import _native
+from streamlap.errors import DeviceError
 
 _EXIT_SECONDS = 5.0
 
@@ -14,29 +21,50 @@ _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
 
-def ensure_started() -> None:
-    """Start the thread unless it runs."""
-    if _thread is None:
+def enter() -> None:
+    """Begin a call: refuse a forked child or an ending interpreter; see that the thread runs."""
+    if _thread is None or _native.ending():
+        _native.require_usable()
+        require_alive()
         _start()
+    else:
+        _native.require_usable()
+
+
+def require_alive() -> None:
+    """Raise in an exit handler that comes too late; park other threads of an ending interpreter.
+
+    A thread that is still at work then is a daemon: its end is the process's, and silent.
+    """
+    if not _native.ending():
+        return
+    if threading.current_thread() is threading.main_thread():
+        raise DeviceError("the interpreter is exiting, and streamlap has ended")
+    while not _native.on_worker_thread():
+        time.sleep(60)
 
 
 def _start() -> None:
     global _thread
     with _lock:
-        if _thread is None and not _native.closing():
-            _native.require_usable()
+        if _thread is None:
             thread = threading.Thread(target=_run, name="streamlap-callbacks", daemon=True)
             thread.start()
             _thread = thread
 
 
+def run_callback(callback: Callable[..., object], *args: Any) -> None:
+    """Call back; what it raises is logged, as there is nobody to raise it to."""
+    try:
+        callback(*args)
+    except Exception:
+        logging.getLogger("streamlap").exception("a done callback raised")
+
+
 def _run() -> None:
     while (tokens := _native.watch_next()) is not None:
         for token in tokens:
-            try:
-                token()
-            except BaseException:
-                logging.getLogger("streamlap").exception("a done callback raised")
+            run_callback(token)
             del token
         del tokens  # nothing may be kept alive by a thread that waits
 

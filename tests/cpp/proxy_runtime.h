@@ -69,6 +69,7 @@ class ProxyRuntime : public Runtime {
     inner_->launch(std::move(task), stream);
   }
   std::unique_ptr<Gate> gate(StreamRef stream) override { return inner_->gate(stream); }
+  std::vector<EventPtr> mark_workers(int device) override { return inner_->mark_workers(device); }
   void device_sync(int device) override { inner_->device_sync(device); }
   double now() const override { return inner_->now(); }
   bool idle() override { return inner_->idle(); }
