@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import random_bits, random_numbers, same_bits, same_tree
-from helpers.streams import PATIENCE, engine_of, eventually
+from helpers.streams import PATIENCE, CopySide, engine_of, eventually, finish_all
 
 import streamlap
 from streamlap import pipelined_map
@@ -77,7 +77,6 @@ def test_at_most_depth_results_wait(depth):
 
     def fn(x):
         nonlocal most
-        gc.collect()
         most = max(most, len(alive))
         i = next(count)
         array = np.full(4, float(i), np.float32)
@@ -280,19 +279,35 @@ def test_pool_exhausted_underway(where):
     assert eventually(lambda: pool.stats()["live"] == 0)
 
 
-def test_source_modified_or_right_bytes(where):
-    buffer = torch.empty(300, 300, device=where)
-    count = iter(range(20))
+def test_an_fn_that_writes_what_it_gave_before(where):
+    """Noticed when it happens while the copy has still to read; with depth 1 it never does."""
+    buffer = torch.zeros(300, 300, device=where)
+    count = iter(range(100))
 
     def fn(x):
         return buffer.fill_(next(count))
 
-    generator = pipelined_map(fn, [torch.ones(1, device=where)] * 20)
-    try:
-        for i, result in enumerate(generator):
-            assert bool((result == i).all())
-    except streamlap.SourceModified:
-        pass
+    items = [torch.ones(1, device=where)] * 20
+    for i, result in enumerate(pipelined_map(fn, items, depth=1)):
+        assert bool((result == i).all())
+    del result
+    list(pipelined_map(lambda x: buffer.clone(), items[:6]))  # nothing new behind a gate
+    copies = CopySide(where)
+    finish_all(where)
+    gate = copies.hold()
+    found = []
+
+    def consume():
+        with pytest.raises(streamlap.SourceModified):
+            next(pipelined_map(fn, items, depth=4))
+        found.append(True)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    assert eventually(lambda: float(buffer[0, 0]) >= 22)
+    gate.open()
+    thread.join(PATIENCE)
+    assert found
 
 
 @pytest.mark.parametrize(

@@ -762,11 +762,13 @@ def test_a_dropped_transfer_still_writes_its_destination(where):
     del transfer, source
     gc.collect()
     assert engine_of(where).abandoned() == 1
-    others = [_filled(SHAPE, where) for _ in range(3)]
+    kept = [_filled(SHAPE, where) for _ in range(3)]
     assert is_poison(out)
     gate.open()
     assert eventually(lambda: engine_of(where).abandoned() == 0)
     assert same_bits(out, value)
+    finish_all(where)
+    assert all(bool((other == -7).all()) for other in kept)
 
 
 def test_an_abandoned_transfer_keeps_both_ends(where):

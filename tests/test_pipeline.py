@@ -340,12 +340,10 @@ def test_a_dropped_pipeline_still_writes_its_outs(where):
 
 
 def test_copies_overlap_later_calls_of_fn():
-    """fn 3 does not return before item 1 has arrived: only an overlapped copy can."""
-    n = 6
-    transfers = {}
+    """fn of item 2 lets the copies of items 0 and 1 begin, and ends after they have ended."""
+    values = [random_bits((300, 300)) for _ in range(6)]
+    calls = iter(range(6))
     intervals = []
-    calls = iter(range(n))
-    values = [random_bits((300, 300)) for _ in range(n)]
     holder = {}
     started = threading.Event()
 
@@ -354,22 +352,21 @@ def test_copies_overlap_later_calls_of_fn():
         i = next(calls)
         begin = time.perf_counter()
         value = values[i].clone()
-        if i >= 1:
-            earlier = holder["transfer"]._slots[i - 1].get(PATIENCE)
-            earlier.result(PATIENCE)
-            transfers[i - 1] = earlier
+        if i == 2:
+            holder["gate"].open()
+            for slot in holder["transfer"]._slots[:2]:
+                slot.get(PATIENCE).result(PATIENCE)
         intervals.append((begin, time.perf_counter()))
         return value
 
-    holder["transfer"] = pipelined_run(values[0], n=n, fn=fn, wait=False)
+    copies = CopySide("cpu")
+    holder["gate"] = copies.hold()
+    holder["transfer"] = pipelined_run(values[0], n=6, fn=fn, wait=False)
     started.set()
-    results = holder["transfer"].result()
-    assert same_tree(results, values)
-    overlapped = 0
-    for i, transfer in transfers.items():
-        begin, end = transfer.stats()["interval"]
-        overlapped += begin < intervals[i + 1][1] and end > intervals[i + 1][0]
-    assert overlapped >= 1
+    assert same_tree(holder["transfer"].result(), values)
+    for slot in holder["transfer"]._slots[:2]:
+        begin, end = slot.get().stats()["interval"]
+        assert intervals[2][0] <= begin <= end <= intervals[2][1]
     holder.clear()
 
 
@@ -396,7 +393,6 @@ def test_at_most_depth_results_wait(depth):
     def fn(x):
         nonlocal most
         i = next(count)
-        gc.collect()
         most = max(most, len(alive))
         array = np.full((4, 4), float(i), np.float32)
         alive.add(i)
@@ -430,7 +426,6 @@ def test_results_are_let_go_of_although_nobody_asks():
 
     def fn(x):
         nonlocal most
-        gc.collect()
         most = max(most, len(alive))
         i = next(count)
         array = np.full(4, float(i), np.float32)
@@ -579,20 +574,33 @@ def test_a_failed_copy_of_an_item_is_told(where):
 
 
 def test_fn_that_gives_the_same_buffer_each_time(where):
-    """SourceModified or right bytes; never a silent mix."""
-    buffer = torch.empty(200, 200, device=where)
-    calls = iter(range(N))
+    """It is noticed, for the copies are still to come when fn writes again."""
+    buffer = torch.zeros(200, 200, device=where)
+    calls = iter(range(100))
+    x = torch.ones(2, 2, device=where)
 
     def fn(x):
         return buffer.fill_(next(calls))
 
-    try:
-        results = pipelined_run(torch.ones(2, 2, device=where), n=N, fn=fn)
-    except streamlap.SourceModified as error:
-        assert "protect" in str(error) or "wait_source" in str(error)  # noqa: PT017
-    else:
-        for i, result in enumerate(results):
-            assert bool((result == i).all())
+    pipelined_run(
+        x, n=6, fn=lambda x: buffer.fill_(0).clone(), depth=6
+    )  # nothing new behind a gate
+    copies = CopySide(where)
+    finish_all(where)
+    gate = copies.hold()
+    found = []
+
+    def call():
+        with pytest.raises(streamlap.SourceModified):
+            pipelined_run(x, n=N, fn=fn, depth=4)
+        found.append(True)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert eventually(lambda: float(buffer[0, 0]) >= 3)
+    gate.open()
+    thread.join(PATIENCE)
+    assert found
 
 
 def test_fn_that_writes_x(where):

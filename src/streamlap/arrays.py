@@ -23,7 +23,7 @@ unflatten = _pytree.tree_unflatten
 TreeSpec = _pytree.TreeSpec
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Source:
     """A leaf that holds data.
 
@@ -45,8 +45,7 @@ def as_source(leaf: object) -> Source | None:
         UnsupportedTensor: sparse, quantized, meta, nested, or a subclass other than DTensor.
     """
     if isinstance(leaf, torch.Tensor):
-        tensor = plain_tensor(leaf)
-        return Source(tensor, False, version_of(tensor))
+        return source_of(leaf)
     if isinstance(leaf, np.ndarray):
         return Source(_from_numpy(leaf), True, None)
     if isinstance(leaf, np.generic):
@@ -55,6 +54,12 @@ def as_source(leaf: object) -> Source | None:
         # The exporter orders torch's current stream after its own, without a host wait.
         return Source(torch.utils.dlpack.from_dlpack(leaf), _module(leaf) == "cupy", None)
     return None
+
+
+def source_of(tensor: torch.Tensor) -> Source:
+    """Return a tensor's data; raises as :func:`as_source`."""
+    plain = plain_tensor(tensor)
+    return Source(plain, False, version_of(plain))
 
 
 def _module(leaf: object) -> str:

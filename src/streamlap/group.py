@@ -18,7 +18,10 @@ from streamlap.watch import require_alive, run_callback
 
 
 class _Taken(Exception):
-    """Why a slot is empty: its only user has its transfer."""
+    """Why a slot is empty: its only user has its result."""
+
+
+_TAKEN = _Taken()
 
 
 class Slot:
@@ -58,14 +61,15 @@ class Slot:
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until the item is issued, or will never be; False when the time is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not self.filled:
-                # In slices, so that Ctrl-C is seen.
-                left = 0.05 if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, 0.05))
-                require_alive()
+        while not self.filled:
+            # In slices, so that Ctrl-C is seen.
+            left = 0.05 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with self._changed:
+                if not self.filled:
+                    self._changed.wait(min(left, 0.05))
+            require_alive()  # without the lock: it may not come back
         return True
 
     def get(self, timeout: float | None = None) -> Transfer:
@@ -78,11 +82,12 @@ class Slot:
             assert self._transfer is not None
             return self._transfer
 
-    def take(self) -> Transfer:
-        """Return what :meth:`get` does, and keep it no longer."""
-        transfer = self.get()
-        self._transfer, self._error = None, _Taken()
-        return transfer
+    def collect(self) -> Tree:
+        """Return the item's result, once it is there, and keep the transfer no longer."""
+        result = self.get().result()
+        with self._changed:
+            self._transfer, self._error = None, self._error or _TAKEN
+        return result
 
     def when_filled(self, callback: Callable[[], object]) -> None:
         """Call back once filled, now if it is."""

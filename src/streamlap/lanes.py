@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from streamlap import _native
-from streamlap.arrays import as_destination, as_source, check_matches, flatten
+from streamlap.arrays import as_destination, as_source, check_matches, flatten, source_of
 from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
 from streamlap.errors import InvalidType
 from streamlap.group import Slot
 from streamlap.modes import CallerModes
 from streamlap.pinned import PinnedPool
-from streamlap.plan import WHOLE, plan_to_cpu
+from streamlap.plan import WHOLE, plan_simple, plan_to_cpu
 from streamlap.transfer import Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Job:
     """What a lane computes and where its results go."""
 
@@ -85,6 +85,12 @@ def start_copy(
 ) -> Transfer:
     """Start copying an item's result to the host, whole."""
     if out is None:
+        if type(value) is torch.Tensor and dtype is None:
+            # A product, nearly always: no tree, no options, and everything to win at the start.
+            simple = plan_simple(source_of(value), None, None, pin, None, pool, WHOLE)
+            if simple is not None:
+                simple.leaves[0].as_numpy = as_numpy
+                return Transfer(simple.leaves, None, simple.parts, simple.borrowed, False)
         leaves, spec = flatten(value)
         outs = [None] * len(leaves)
     else:
@@ -111,7 +117,7 @@ class Lane:
         self._job = job
         self._outs = outs
         self._control = control
-        self.slots = [Slot() for _ in range(n)]
+        self.slots: list[Slot] = []
 
     def start(self) -> None:
         """Begin, where a worker issues by itself."""
@@ -157,16 +163,18 @@ class InlineLane(Lane):
         if index >= job.depth:
             self._make_room(index - job.depth)
         try:
-            with _current_device(job.place):
+            if job.default_fn:
                 value = job.fn(job.x)
+            else:
+                with _current_device(job.place):
+                    value = job.fn(job.x)
+            transfer = self._copy(value, index)
         except BaseException as error:
             annotate(error, index)
             raise
-        try:
-            self.slots[index].fill(self._copy(value, index))
-        except Exception as error:
-            annotate(error, index)
-            raise
+        slot = Slot()
+        slot.fill(transfer)
+        self.slots.append(slot)
 
     def _make_room(self, index: int) -> None:
         transfer = self.slots[index].transfer
@@ -201,6 +209,7 @@ class HostLane(Lane):
         self, job: Job, n: int, outs: list[Any] | None, control: Control, modes: CallerModes
     ) -> None:
         super().__init__(job, n, outs, control)
+        self.slots = [Slot() for _ in range(n)]
         self._modes = modes
         self._compute = compute_stream(job.place)
 

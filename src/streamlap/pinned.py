@@ -97,17 +97,24 @@ class PinnedPool:
         try:
             return pool.allocate(nbytes)
         except PoolExhausted:
-            if not self.refresh_limit(nbytes):
+            if not self._refresh_limit():
                 raise
             return pool.allocate(nbytes)
 
-    def refresh_limit(self, nbytes: int) -> bool:
-        """Raise a default limit that ``nbytes`` more would exceed, if the memory has grown.
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more, in blocks, can ever be had beside what is held."""
+        pool = self._pool()
+        return nbytes <= pool.limit - pool.live or (
+            self._refresh_limit() and nbytes <= pool.limit - pool.live
+        )
 
-        Virtual machines grow their memory on demand. Returns whether the limit was raised.
+    def _refresh_limit(self) -> bool:
+        """Raise a default limit if the machine's memory has grown, as virtual machines' does.
+
+        Returns whether the limit was raised.
         """
         pool = self._pool()
-        if self._given is not None or nbytes <= pool.limit - pool.live:
+        if self._given is not None:
             return False
         limit = default_pinned_limit()
         if limit <= pool.limit:

@@ -201,7 +201,7 @@ def pipelined_run(
             groups = [TransferGroup(lane.slots, lane.read_source) for lane in lanes]
             return _bundle(groups) if many else groups[0]
         # Each transfer is let go of while the next one is waited for.
-        results = [[slot.take().result() for slot in lane.slots] for lane in lanes]
+        results = [[slot.collect() for slot in lane.slots] for lane in lanes]
     except BaseException as error:
         control.stop(error)
         for lane in lanes:
@@ -379,9 +379,8 @@ def _check_room(
             target = pool or pool_for(place)
             needed[target] = needed.get(target, 0) + n * target.block_bytes(nbytes)
     for target, nbytes in needed.items():
-        target.refresh_limit(nbytes)
-        live, limit = target.live, target.limit
-        if nbytes > limit - live:
+        if not target.has_room(nbytes):
+            live, limit = target.live, target.limit
             raise PoolExhausted(
                 f"{n} results for each of {len(checked)} inputs need {nbytes} bytes of pinned "
                 f"memory; {live} of the pool's {limit} bytes are held. Drop "

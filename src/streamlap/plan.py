@@ -201,7 +201,7 @@ def plan_to_cpu(
     """Enqueue copies to the host. ``host_place`` is the logical device of CPU sources."""
     sources = [as_source(leaf) for leaf in leaves]
     if len(sources) == 1 and sources[0] is not None:
-        simple = _plan_simple(sources[0], outs[0], dtype, pin, stream, pool, chunk_bytes)
+        simple = plan_simple(sources[0], outs[0], dtype, pin, stream, pool, chunk_bytes)
         if simple is not None:
             return simple
     checked = _checked_outs(sources, outs, torch.device("cpu"), dtype)
@@ -252,7 +252,7 @@ def plan_to_cpu(
     return planned
 
 
-def _plan_simple(
+def plan_simple(
     source: Source,
     out: Any,
     dtype: torch.dtype | None,

@@ -102,10 +102,9 @@ class Transfer:
         From here on the source is no longer borrowed.
         """
         self._raise_error()
-        self._check_borrowed()
+        self._return_borrowed()
         for part in self._parts:
             self._order(part, self._writer(part, stream))
-        self._borrowed = []
 
     def done(self) -> bool:
         """Return whether the copy is done, with or without an error; never blocks."""
@@ -314,12 +313,17 @@ class Transfer:
 
     def _finish(self) -> None:
         """Once done: check what was borrowed, and let go of the source."""
-        self._check_borrowed()
-        self._borrowed = []
+        self._return_borrowed()
         for part in self._parts:
             part.native.release_all()
 
-    def _check_borrowed(self) -> None:
+    def _return_borrowed(self) -> None:
+        """From here on the sources may be written: check them a last time."""
+        if self._borrowed:
+            self._check_borrowed(last=True)
+
+    def _check_borrowed(self, last: bool = False) -> None:
+        # Under the lock, so that who returns them does not go on to write while another checks.
         with self._lock:
             for source in self._borrowed:
                 if source.version is not None and version_of(source.tensor) != source.version:
@@ -330,6 +334,8 @@ class Transfer:
                         "Call wait_source(), done() or result() before writing to it, or pass "
                         "protect=True"
                     )
+            if last:
+                self._borrowed = []
 
     # -- for the pipelines
 
@@ -339,8 +345,7 @@ class Transfer:
 
     def release_source(self) -> None:
         """Let go of the source early: the caller has ordered every later use of its memory."""
-        self._check_borrowed()
-        self._borrowed = []
+        self._return_borrowed()
         for part in self._parts:
             part.native.release_source()
 
