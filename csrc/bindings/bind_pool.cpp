@@ -144,6 +144,7 @@ void bind_pool(py::module_& module) {
            })
       .def_property_readonly("runtime", &PinnedPool::runtime)
       .def_property_readonly("live", &PinnedPool::live)
+      .def("has_room", &PinnedPool::has_room)
       .def_property("limit", &PinnedPool::limit, &PinnedPool::set_limit)
       .def_static("size_class", &PinnedPool::size_class);
 

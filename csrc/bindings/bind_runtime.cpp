@@ -229,6 +229,10 @@ void bind_runtime(py::module_& module) {
   module.def("on_worker_thread", &on_worker_thread);
   module.def("ending", &process::ending);
   module.def("closing", &process::closing);
+  module.def("enter", [] {
+    process::require_usable();
+    return process::ending();
+  });
   module.def("require_usable", &process::require_usable);
 }
 

@@ -72,6 +72,12 @@ std::size_t PinnedPool::limit() const {
   return stats_.limit;
 }
 
+bool PinnedPool::has_room(std::size_t bytes, std::size_t count) const {
+  const std::size_t capacity = size_class(bytes);
+  std::lock_guard lock(mutex_);
+  return stats_.live <= stats_.limit && count <= (stats_.limit - stats_.live) / capacity;
+}
+
 std::size_t PinnedPool::live() const {
   std::lock_guard lock(mutex_);
   return stats_.live;

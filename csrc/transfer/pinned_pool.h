@@ -79,6 +79,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   // Gives cached memory back to the system; the bytes given back.
   std::size_t trim();
   std::size_t limit() const;
+  // Whether `count` more blocks of `bytes` can ever be had beside what is held; asks no device.
+  bool has_room(std::size_t bytes, std::size_t count) const;
   // Bytes in blocks that somebody holds; asks no device.
   std::size_t live() const;
   // Lowering it below what is reserved frees nothing that is held; it stops further growth.

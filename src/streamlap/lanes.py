@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from streamlap import _native
-from streamlap.arrays import as_destination, as_source, check_matches, flatten, source_of
+from streamlap.arrays import as_destination, as_source, check_matches, flatten
 from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
 from streamlap.errors import InvalidType
 from streamlap.group import Slot
 from streamlap.modes import CallerModes
-from streamlap.pinned import PinnedPool
-from streamlap.plan import WHOLE, plan_simple, plan_to_cpu
+from streamlap.pinned import PinnedPool, pool_for
+from streamlap.plan import WHOLE, Copied, Part, plan_to_cpu
 from streamlap.transfer import Transfer
 
 
@@ -85,12 +85,6 @@ def start_copy(
 ) -> Transfer:
     """Start copying an item's result to the host, whole."""
     if out is None:
-        if type(value) is torch.Tensor and dtype is None:
-            # A product, nearly always: no tree, no options, and everything to win at the start.
-            simple = plan_simple(source_of(value), None, None, pin, None, pool, WHOLE)
-            if simple is not None:
-                simple.leaves[0].as_numpy = as_numpy
-                return Transfer(simple.leaves, None, simple.parts, simple.borrowed, False)
         leaves, spec = flatten(value)
         outs = [None] * len(leaves)
     else:
@@ -113,7 +107,7 @@ def start_copy(
 class Lane:
     """The items of one input; ``slots[i]`` is item i's transfer."""
 
-    def __init__(self, job: Job, n: int, outs: list[Any] | None, control: Control) -> None:
+    def __init__(self, job: Job, outs: list[Any] | None, control: Control) -> None:
         self._job = job
         self._outs = outs
         self._control = control
@@ -163,11 +157,8 @@ class InlineLane(Lane):
         if index >= job.depth:
             self._make_room(index - job.depth)
         try:
-            if job.default_fn:
+            with _current_device(job.place):
                 value = job.fn(job.x)
-            else:
-                with _current_device(job.place):
-                    value = job.fn(job.x)
             transfer = self._copy(value, index)
         except BaseException as error:
             annotate(error, index)
@@ -177,16 +168,10 @@ class InlineLane(Lane):
         self.slots.append(slot)
 
     def _make_room(self, index: int) -> None:
+        # Nobody knows on which stream fn allocated its result: only a finished copy is safe.
         transfer = self.slots[index].transfer
         assert transfer is not None
-        if self._job.default_fn:
-            # The product was allocated on the current stream, so once that stream waits for the
-            # copy, its allocator may hand the memory to the next product. No host wait.
-            transfer.wait()
-            transfer.release_source()
-        else:
-            # Nobody knows on which stream fn allocated its result: only a finished copy is safe.
-            transfer.finish()
+        transfer.finish()
 
     def read_source(self, stream: StreamLike) -> None:
         place = self._job.place
@@ -194,6 +179,48 @@ class InlineLane(Lane):
         current = current_stream(place)
         if writer is not None and current is not None and writer.handle != current.handle:
             writer.wait(current.record())
+
+
+class ProductLane(InlineLane):
+    """The job itself: the default function on a GPU, into new pinned memory.
+
+    Nothing hides what runs before the first product, between it and its copy, and after the last
+    copy, so there is as little of it as can be.
+    """
+
+    def __init__(self, job: Job, control: Control, stream: _native.Stream) -> None:
+        super().__init__(job, None, control)
+        self._stream = stream
+        self._pool = job.pool or pool_for(job.place)
+
+    def _make_room(self, index: int) -> None:
+        # The product was allocated on the current stream, so once that stream waits for the copy,
+        # its allocator may hand the memory to the next product. No host wait.
+        transfer = self.slots[index].transfer
+        assert transfer is not None
+        for part in transfer.parts():
+            part.native.wait_on_stream(self._stream)
+            part.native.release_source()
+
+    def _copy(self, value: torch.Tensor, index: int) -> Transfer:
+        count = value.numel()
+        if not count:
+            return super()._copy(value, index)
+        place = self._job.place
+        dst = self._pool.new(value.shape, value.dtype, None, count)
+        nbytes = count * dst.itemsize
+        native = place.engine.submit(
+            device=place.index,
+            to_device=False,
+            items=[(dst.data_ptr(), value.data_ptr(), nbytes, dst.itemsize, None)],
+            after=[self._stream],
+            chunk_bytes=WHOLE,
+            keep_source=value,
+            keep_destination=dst,
+        )
+        part = Part(native, place, "direct", [0], True, place)
+        copied = Copied(dst, self._job.as_numpy, None, part)
+        return Transfer([copied], None, [part], [], False)
 
 
 def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
@@ -206,9 +233,9 @@ class HostLane(Lane):
     """Issued by the compute worker of a logical device: each item's task launches the next."""
 
     def __init__(
-        self, job: Job, n: int, outs: list[Any] | None, control: Control, modes: CallerModes
+        self, job: Job, outs: list[Any] | None, control: Control, modes: CallerModes, n: int
     ) -> None:
-        super().__init__(job, n, outs, control)
+        super().__init__(job, outs, control)
         self.slots = [Slot() for _ in range(n)]
         self._modes = modes
         self._compute = compute_stream(job.place)

@@ -101,11 +101,11 @@ class PinnedPool:
                 raise
             return pool.allocate(nbytes)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` more, in blocks, can ever be had beside what is held."""
+    def has_room(self, nbytes: int, count: int) -> bool:
+        """Return whether ``count`` blocks for ``nbytes`` can ever be had beside what is held."""
         pool = self._pool()
-        return nbytes <= pool.limit - pool.live or (
-            self._refresh_limit() and nbytes <= pool.limit - pool.live
+        return pool.has_room(nbytes, count) or (
+            self._refresh_limit() and pool.has_room(nbytes, count)
         )
 
     def _refresh_limit(self) -> bool:

@@ -16,7 +16,7 @@ from streamlap.devices import Place, StreamLike, compute_stream, current_stream,
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
 from streamlap.group import Slot, TransferGroup
-from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
+from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, ProductLane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool, pool_for
@@ -176,7 +176,8 @@ def pipelined_run(
     compute = square if fn is None else _as_fn(fn)
     checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
     outs = _checked_outs(out, many, count, [pair[0] for pair in checked], fn, dtype)
-    if fn is None and out is None and pin is not False:
+    pinned = pin is not False
+    if fn is None and out is None and pinned:
         _check_room(checked, count, dtype, pool)
 
     control = Control()
@@ -185,11 +186,15 @@ def pipelined_run(
     for (argument, as_numpy, place), lane_out in zip(checked, outs, strict=True):
         job = Job(compute, argument, fn is None, as_numpy, limit, pin, dtype, pool, place)
         if place.is_cuda or on_worker():
-            _require_no_capture(current_stream(place), "pipelined_run()")
-            lanes.append(InlineLane(job, count, lane_out, control))
+            stream = current_stream(place)
+            _require_no_capture(stream, "pipelined_run()")
+            if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
+                lanes.append(ProductLane(job, control, stream))
+            else:
+                lanes.append(InlineLane(job, lane_out, control))
         else:
             modes = modes or CallerModes()
-            lanes.append(HostLane(job, count, lane_out, control, modes))
+            lanes.append(HostLane(job, lane_out, control, modes, count))
     try:
         for lane in lanes:
             lane.start()
@@ -372,19 +377,18 @@ def _check_room(
     pool: PinnedPool | None,
 ) -> None:
     """Refuse results that can never fit, before the first product."""
-    needed: dict[PinnedPool, int] = {}
+    counts: dict[tuple[PinnedPool, int], int] = {}
     for tensor, _numpy, place in checked:
-        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if nbytes:
-            target = pool or pool_for(place)
-            needed[target] = needed.get(target, 0) + n * target.block_bytes(nbytes)
-    for target, nbytes in needed.items():
-        if not target.has_room(nbytes):
+        key = (pool or pool_for(place), tensor.numel() * (dtype or tensor.dtype).itemsize)
+        counts[key] = counts.get(key, 0) + n
+    # Inputs of different sizes are judged one size at a time; the rest shows when it is reached.
+    for (target, nbytes), count in counts.items():
+        if nbytes and not target.has_room(nbytes, count):
             live, limit = target.live, target.limit
             raise PoolExhausted(
-                f"{n} results for each of {len(checked)} inputs need {nbytes} bytes of pinned "
-                f"memory; {live} of the pool's {limit} bytes are held. Drop "
-                "results, raise the limit (STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
+                f"{count} results of {nbytes} bytes need more pinned memory than there is: {live} "
+                f"of the pool's {limit} bytes are held. Drop results, raise the limit "
+                "(STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
                 live,
                 limit,
             )

@@ -74,7 +74,8 @@ class Transfer:
             Exception: what the work that made the source raised, or DeviceError.
         """
         self._sync(timeout)
-        self.finish()
+        self._finish()
+        self._raise_modified()
         return self._value()
 
     def wait(self, stream: StreamLike = None) -> Tree | None:

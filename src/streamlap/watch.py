@@ -23,12 +23,9 @@ _lock = threading.Lock()
 
 def enter() -> None:
     """Begin a call: refuse a forked child or an ending interpreter; see that the thread runs."""
-    if _thread is None or _native.ending():
-        _native.require_usable()
+    if _native.enter() or _thread is None:
         require_alive()
         _start()
-    else:
-        _native.require_usable()
 
 
 def require_alive() -> None:
