@@ -20,8 +20,8 @@ from streamlap.devices import Place, StreamLike, as_stream, compute_stream, curr
 from streamlap.errors import InvalidType
 from streamlap.group import Slot
 from streamlap.modes import CallerModes
-from streamlap.pinned import PinnedPool, pool_for
-from streamlap.plan import WHOLE, Copied, Part, plan_to_cpu
+from streamlap.pinned import PinnedPool
+from streamlap.plan import WHOLE, plan_to_cpu
 from streamlap.transfer import Transfer
 
 
@@ -179,48 +179,6 @@ class InlineLane(Lane):
         current = current_stream(place)
         if writer is not None and current is not None and writer.handle != current.handle:
             writer.wait(current.record())
-
-
-class ProductLane(InlineLane):
-    """The job itself: the default function on a GPU, into new pinned memory.
-
-    Nothing hides what runs before the first product, between it and its copy, and after the last
-    copy, so there is as little of it as can be.
-    """
-
-    def __init__(self, job: Job, control: Control, stream: _native.Stream) -> None:
-        super().__init__(job, None, control)
-        self._stream = stream
-        self._pool = job.pool or pool_for(job.place)
-
-    def _make_room(self, index: int) -> None:
-        # The product was allocated on the current stream, so once that stream waits for the copy,
-        # its allocator may hand the memory to the next product. No host wait.
-        transfer = self.slots[index].transfer
-        assert transfer is not None
-        for part in transfer.parts():
-            part.native.wait_on_stream(self._stream)
-            part.native.release_source()
-
-    def _copy(self, value: torch.Tensor, index: int) -> Transfer:
-        count = value.numel()
-        if not count:
-            return super()._copy(value, index)
-        place = self._job.place
-        dst = self._pool.new(value.shape, value.dtype, None, count)
-        nbytes = count * dst.itemsize
-        native = place.engine.submit(
-            device=place.index,
-            to_device=False,
-            items=[(dst.data_ptr(), value.data_ptr(), nbytes, dst.itemsize, None)],
-            after=[self._stream],
-            chunk_bytes=WHOLE,
-            keep_source=value,
-            keep_destination=dst,
-        )
-        part = Part(native, place, "direct", [0], True, place)
-        copied = Copied(dst, self._job.as_numpy, None, part)
-        return Transfer([copied], None, [part], [], False)
 
 
 def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:

@@ -16,19 +16,15 @@ from streamlap.devices import Place, StreamLike, compute_stream, current_stream,
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
 from streamlap.group import Slot, TransferGroup
-from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, ProductLane, annotate
+from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool, pool_for
+from streamlap.product import ProductLane, square, usual_products
 
 Fn = Callable[[Any], Any]
 
 DEFAULT_DEPTH = 4
-
-
-def square(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x.mm(x)``: what the pipelines compute by default."""
-    return x.mm(x)
 
 
 def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
@@ -167,6 +163,10 @@ def pipelined_run(
 
     Thread-safe. With results in pinned memory the device holds at most ``depth`` of them.
     """
+    if fn is None and out is None and dtype is None and panels is None and wait is True:
+        products = usual_products(x, n, depth, pin, pool, DEFAULT_DEPTH)
+        if products is not None:
+            return products
     watch.enter()
     many = isinstance(x, (list, tuple))
     inputs = list(x) if many else [x]

@@ -28,6 +28,11 @@ def enter() -> None:
         _start()
 
 
+def started() -> bool:
+    """Return whether the thread runs."""
+    return _thread is not None
+
+
 def require_alive() -> None:
     """Raise in an exit handler that comes too late; park other threads of an ending interpreter.
 
