@@ -33,12 +33,10 @@ class ProductLane(InlineLane):
         self._stream = stream
         self._pool = job.pool or pool_for(job.place)
 
-    def run(self, n: int, first: torch.Tensor) -> list[torch.Tensor]:
-        """Return the results of ``n`` products, of which the first is issued already."""
+    def run(self, n: int) -> list[torch.Tensor]:
+        """Return the results of ``n`` products; those of :meth:`add` are issued already."""
         try:
-            self._add(first, 0)
-            del first
-            for index in range(1, n):
+            for index in range(len(self.slots), n):
                 self.issue(index)
             return [slot.collect() for slot in self.slots]
         except BaseException as error:
@@ -56,11 +54,16 @@ class ProductLane(InlineLane):
         except BaseException as error:
             annotate(error, index)
             raise
-        self._add(product, index)
+        self.add(product, index)
 
-    def _add(self, product: torch.Tensor, index: int) -> None:
+    def add(self, product: torch.Tensor, index: int) -> None:
+        """Issue the copy of a product."""
         slot = Slot()
-        slot.fill(self._copy(product, index))
+        try:
+            slot.fill(self._copy(product, index))
+        except BaseException as error:
+            annotate(error, index)
+            raise
         self.slots.append(slot)
 
     def _make_room(self, index: int) -> None:
@@ -121,4 +124,7 @@ def usual_products(
         raise
     stream = place.runtime.adopt(place.index, current_handle(place.index))
     job = Job(square, x, True, False, usual_depth, None, None, None, place)
-    return ProductLane(job, Control(), stream).run(n, first)
+    lane = ProductLane(job, Control(), stream)
+    lane.add(first, 0)
+    del first  # or the device would hold one more than the depth
+    return lane.run(n)
