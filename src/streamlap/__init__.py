@@ -2,6 +2,7 @@
 
 from streamlap._version import __version__
 from streamlap.benchmark import Benchmark
+from streamlap.copies import copy_to_cpu, to_cpu, to_device
 from streamlap.devices import Device, devices, synchronize, use_runtime
 from streamlap.errors import (
     CaptureError,
@@ -19,7 +20,7 @@ from streamlap.errors import (
 )
 from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
-from streamlap.transfer import Transfer, copy_to_cpu, to_cpu, to_device
+from streamlap.transfer import Transfer
 
 __all__ = [
     "Benchmark",

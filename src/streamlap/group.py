@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from streamlap.arrays import Tree
+from streamlap.batch import Part
 from streamlap.devices import StreamLike
 from streamlap.errors import InvalidArgument, TransferTimeout
-from streamlap.plan import Part
 from streamlap.transfer import Transfer, as_seconds
 from streamlap.watch import require_alive, run_callback
 

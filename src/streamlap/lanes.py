@@ -16,12 +16,13 @@ import torch
 
 from streamlap import _native
 from streamlap.arrays import as_destination, as_source, check_matches, flatten
+from streamlap.batch import WHOLE
 from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
 from streamlap.errors import InvalidType
 from streamlap.group import Slot
 from streamlap.modes import CallerModes
 from streamlap.pinned import PinnedPool
-from streamlap.plan import WHOLE, plan_to_cpu
+from streamlap.plan_host import plan_to_cpu
 from streamlap.transfer import Transfer
 
 

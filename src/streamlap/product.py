@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from streamlap import _native, watch
+from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import cuda_place, current_handle
 from streamlap.group import Slot
 from streamlap.lanes import Control, InlineLane, Job, annotate
 from streamlap.pinned import PinnedPool, pool_for
-from streamlap.plan import WHOLE, Copied, Part
 from streamlap.transfer import Transfer
 
 

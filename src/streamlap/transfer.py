@@ -1,8 +1,4 @@
-"""Copies between devices and host: ``to_cpu``, ``to_device`` and the handle they give back.
-
-This file says what a :class:`Transfer` promises and checks arguments; ``plan.py`` decides how each
-leaf is copied and enqueues it.
-"""
+"""The handle of a copy: what ``to_cpu`` and ``to_device`` give back."""
 
 from __future__ import annotations
 
@@ -18,17 +14,15 @@ from typing import Any
 import torch
 
 from streamlap import _native, watch
-from streamlap.arrays import Source, Tree, TreeSpec, flatten, unflatten, version_of
+from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
+from streamlap.batch import Copied, Part
 from streamlap.devices import (
     StreamLike,
     as_stream,
     current_stream,
-    parse_device,
     require_no_capture,
 )
 from streamlap.errors import InvalidArgument, InvalidType, SourceModified, TransferTimeout
-from streamlap.pinned import PinnedPool
-from streamlap.plan import DEFAULT_CHUNK, Copied, Part, plan_to_cpu, plan_to_device
 
 
 class Transfer:
@@ -426,148 +420,3 @@ def as_seconds(timeout: float) -> float:
     if not timeout >= 0:
         raise InvalidArgument(f"timeout must not be negative, not {timeout}")
     return float(timeout)
-
-
-def _check_common(dtype: object, pool: object) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
-    if pool is not None and not isinstance(pool, PinnedPool):
-        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
-
-
-def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
-    if out is None:
-        return [None] * count
-    leaves, out_spec = flatten(out)
-    if out_spec != spec:
-        raise InvalidArgument(
-            f"out is a tree of another shape than the source: {out_spec} instead of {spec}"
-        )
-    return leaves
-
-
-def to_cpu(
-    tree: Tree,
-    out: Tree | None = None,
-    dtype: torch.dtype | None = None,
-    pin: bool | None = None,
-    stream: StreamLike = None,
-    protect: bool = False,
-    *,
-    pool: PinnedPool | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK,
-) -> Transfer:
-    """Start copying tensors to the host; return at once.
-
-    Args:
-        tree: a tensor, a NumPy or CuPy array, anything with DLPack, or a tree of them. Leaves that
-            are none of these pass through. CPU tensors are copied too.
-        out: where to copy to: tensors or NumPy arrays of the same tree, shapes and dtypes.
-        dtype: convert to this dtype on the source's device first.
-        pin: results in page-locked memory (None and True) or in ordinary memory (False).
-        stream: where the sources were written; None: the caller's current stream.
-        protect: make that stream wait until the sources have been read (a host source: block).
-        pool: where pinned memory comes from; the process's own pool if left out.
-        chunk_bytes: no single copy is longer than this.
-
-    Returns:
-        A :class:`Transfer`. Results are contiguous, or have the source's strides where those are
-        dense; of NumPy and CuPy sources they are NumPy arrays.
-
-    Raises:
-        UnsupportedTensor: a leaf that is no plain tensor (sparse, quantized, meta, ...).
-        InvalidArgument: a device that is not known, or an ``out`` that does not fit.
-        PoolExhausted: no pinned memory within the limit.
-        CaptureError: during CUDA graph capture.
-
-    Stream order: starts after the work that ``stream`` has been given, and, with ``out``, after
-    that of the current stream, which may still read it. Never waits for a device. Thread-safe.
-    """
-    watch.enter()
-    _check_common(dtype, pool)
-    if pin is not None and not isinstance(pin, bool):
-        raise InvalidType(f"pin must be True, False or None, not {pin!r}")
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
-        raise InvalidType(f"chunk_bytes must be an int, not {chunk_bytes!r}")
-    if chunk_bytes < 1:
-        raise InvalidArgument(f"chunk_bytes must be at least 1, not {chunk_bytes}")
-    leaves, spec = flatten(tree)
-    planned = plan_to_cpu(
-        leaves, _out_leaves(out, spec, len(leaves)), dtype, pin, stream, pool, chunk_bytes
-    )
-    return _started(planned.leaves, spec, planned.parts, planned.borrowed, False, stream, protect)
-
-
-def to_device(
-    tree: Tree,
-    device: str | int | torch.device,
-    out: Tree | None = None,
-    dtype: torch.dtype | None = None,
-    stream: StreamLike = None,
-    protect: bool = False,
-    *,
-    chunk_bytes: int = DEFAULT_CHUNK,
-) -> Transfer:
-    """Start copying tensors to a device; return at once.
-
-    Args:
-        tree: as for :func:`to_cpu`; sources on another device are copied from there. From pinned
-            memory the copy engine reads directly; ordinary memory goes through the driver, from a
-            thread of our own.
-        device: ``"cuda:1"``, ``"cuda"`` (the current one), ``"cpu"`` or a logical ``"cpu:1"``.
-        out: destinations on that device, of the same tree, shapes and dtypes.
-        dtype: convert to this dtype, on the destination's device.
-        stream: the consumer's stream on ``device``; None: its current stream.
-        protect: block until host sources have been read; a device source's stream waits instead.
-        chunk_bytes: no single copy is longer than this.
-
-    Returns:
-        A :class:`Transfer`; ``wait()`` orders the consumer and returns the destination.
-
-    Raises:
-        As :func:`to_cpu`.
-
-    Stream order: destinations are allocated on ``stream``, and the copy starts after what that
-    stream has been given. Thread-safe.
-    """
-    watch.enter()
-    _check_common(dtype, None)
-    target = parse_device(device)
-    leaves, spec = flatten(tree)
-    outs = _out_leaves(out, spec, len(leaves))
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
-        raise InvalidType(f"chunk_bytes must be an int, not {chunk_bytes!r}")
-    if chunk_bytes < 1:
-        raise InvalidArgument(f"chunk_bytes must be at least 1, not {chunk_bytes}")
-    planned = plan_to_device(leaves, outs, target, dtype, stream, chunk_bytes)
-    return _started(planned.leaves, spec, planned.parts, planned.borrowed, True, None, protect)
-
-
-def _started(
-    leaves: list[Copied | Any],
-    spec: TreeSpec,
-    parts: list[Part],
-    borrowed: list[Source],
-    to_device: bool,
-    stream: StreamLike,
-    protect: bool,
-) -> Transfer:
-    transfer = Transfer(leaves, spec, parts, borrowed, to_device)
-    if protect:
-        transfer.wait_source(stream)
-    return transfer
-
-
-def copy_to_cpu(tree: Tree, non_blocking: bool = False) -> Tree | Transfer:
-    """Copy tensors to the host: d2l's helper, overlapped.
-
-    Args:
-        tree: as for :func:`to_cpu`.
-        non_blocking: return the :class:`Transfer` at once instead of the finished result. Its items
-            can be indexed and iterated over as the list's, each waiting for itself only.
-
-    Raises:
-        As :func:`to_cpu`.
-    """
-    transfer = to_cpu(tree)
-    return transfer if non_blocking else transfer.result()

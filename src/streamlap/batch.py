@@ -1,0 +1,210 @@
+"""Copies being collected for one native call, and that call. The paths a copy can take:
+
+========  ==========================================================================================
+direct    the copy engine reads or writes page-locked memory
+driver    ordinary memory, by the driver's own staging, from a thread that may block
+unpack    a last step after the copy: another layout or dtype than the copied bytes have
+host      no device: memcpy (or torch's own copy, for strides and dtypes) on a worker thread
+========  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from streamlap import _native
+from streamlap.arrays import Source, as_destination, check_matches, overlapping
+from streamlap.devices import Place, current_stream
+from streamlap.errors import InvalidArgument
+
+DEFAULT_CHUNK = 16 << 20
+WHOLE = 1 << 62
+"""A chunk size that cuts nothing."""
+
+Body = Callable[[], object]
+
+
+@dataclass(eq=False)
+class Part:
+    """Leaves that one native transfer copies.
+
+    Attributes:
+        leaves: their positions in the flattened tree, in the native transfer's order.
+        source_on_device: a device stream may write the sources, else the calling thread does.
+    """
+
+    native: _native.Transfer
+    place: Place
+    path: str
+    leaves: list[int]
+    source_on_device: bool
+    source_place: Place
+
+
+@dataclass(eq=False)
+class Copied:
+    """A leaf's destination, and where to ask whether it is there."""
+
+    tensor: torch.Tensor
+    as_numpy: bool
+    given: Any = None
+    part: Part | None = None  # None: empty, nothing to wait for
+    position: int = 0
+
+    def value(self) -> Any:
+        """Return what the caller gets: what he gave, a NumPy array, or the tensor."""
+        if self.given is not None:
+            return self.given
+        return self.tensor.numpy() if self.as_numpy else self.tensor
+
+
+@dataclass
+class Planned:
+    """What a call of ``to_cpu`` or ``to_device`` has enqueued."""
+
+    leaves: list[Any]
+    parts: list[Part] = field(default_factory=list)
+    borrowed: list[Source] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """The copies of one native call, being collected."""
+
+    items: list[tuple[int, int, int, int, Body | None]] = field(default_factory=list)
+    leaves: list[int] = field(default_factory=list)
+    copied: list[Copied] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    destinations: list[torch.Tensor] = field(default_factory=list)
+    last_steps: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, index: int, copied: Copied, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self._add(index, copied, dst, src, None)
+
+    def add_body(self, index: int, copied: Copied, dst: torch.Tensor, src: torch.Tensor) -> None:
+        def body() -> None:
+            # Also where one of them was made in inference mode, which a worker thread is not in.
+            with torch.inference_mode():
+                dst.copy_(src)
+
+        self._add(index, copied, dst, src, body)
+
+    def _add(
+        self, index: int, copied: Copied, dst: torch.Tensor, src: torch.Tensor, body: Body | None
+    ) -> None:
+        nbytes = dst.numel() * dst.itemsize
+        self.items.append((dst.data_ptr(), src.data_ptr(), nbytes, dst.itemsize, body))
+        copied.position = len(self.leaves)
+        self.leaves.append(index)
+        self.copied.append(copied)
+        self.sources.append(src)
+        self.destinations.append(dst)
+
+    def run_last_steps(self) -> None:
+        with torch.inference_mode():
+            for dst, src in self.last_steps:
+                dst.copy_(src)
+
+
+def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return all(
+        size == 1 or a == b
+        for size, a, b in zip(first.shape, first.stride(), second.stride(), strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def external_stream(handle: int, index: int) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
+
+
+def on_stream(
+    stream: _native.Stream | None, place: Place
+) -> contextlib.AbstractContextManager[Any]:
+    """Make ``stream`` torch's current one; nothing to do where it is already."""
+    if stream is None or not place.is_cuda:
+        return contextlib.nullcontext()
+    current = current_stream(place)
+    assert current is not None
+    if (stream.handle, stream.device) == (current.handle, current.device):
+        return contextlib.nullcontext()
+    return torch.cuda.stream(external_stream(stream.handle, stream.device))
+
+
+def packed(source: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the source's values in the layout of ``like``, made on the current stream."""
+    result = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=source.device)
+    return result.copy_(source)
+
+
+def checked_outs(
+    sources: list[Source | None], outs: list[Any], device: torch.device, dtype: torch.dtype | None
+) -> list[torch.Tensor | None]:
+    if all(out is None for out in outs):
+        return [None] * len(outs)
+    checked: list[torch.Tensor | None] = []
+    for index, (source, out) in enumerate(zip(sources, outs, strict=True)):
+        if source is None or out is None:
+            checked.append(None)
+            continue
+        what = "out" if len(outs) == 1 else f"out[{index}]"
+        tensor = as_destination(out, what)
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            raise InvalidArgument(f"{what} is on {tensor.device}, not on {device}")
+        check_matches(tensor, source.tensor.shape, dtype or source.tensor.dtype, what)
+        checked.append(tensor)
+    given = [(index, tensor) for index, tensor in enumerate(checked) if tensor is not None]
+    if given:
+        pair = overlapping([tensor for _, tensor in given])
+        if pair is not None:
+            first, second = (given[position][0] for position in pair)
+            raise InvalidArgument(f"out[{first}] and out[{second}] overlap in memory")
+        for index, tensor in given:
+            for source in sources:
+                if source is not None and overlapping([tensor, source.tensor]) is not None:
+                    raise InvalidArgument(f"out[{index}] overlaps a source in memory")
+    return checked
+
+
+def submit_batch(
+    batch: Batch,
+    path: str,
+    place: Place,
+    to_device: bool,
+    after: list[_native.Stream],
+    chunk_bytes: int,
+    source_place: Place | None = None,
+) -> Part:
+    engine = place.engine
+    last_on_host = path == "unpack" and not to_device
+    last_on_device = path == "unpack" and to_device
+    native = engine.submit(
+        device=place.index,
+        to_device=to_device,
+        items=batch.items,
+        after=after,
+        chunk_bytes=chunk_bytes,
+        from_host_stream=path == "driver",
+        finish=batch.run_last_steps if last_on_host else None,
+        open_ended=last_on_device,
+        keep_source=batch.sources,
+        keep_destination=batch.destinations,
+    )
+    if last_on_device:
+        copy_stream = engine.copy_stream(place.index, True)
+        try:
+            with torch.cuda.stream(external_stream(copy_stream.handle, place.index)):
+                batch.run_last_steps()
+        finally:
+            engine.complete(native, copy_stream)
+    on_device = place.is_cuda and (not to_device or source_place is not None)
+    part = Part(native, place, path, batch.leaves, on_device, source_place or place)
+    for copied in batch.copied:
+        copied.part = part
+    return part

@@ -1,0 +1,124 @@
+"""How each leaf gets to a device: checked first, then given memory, then enqueued."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from streamlap.arrays import as_source, is_dense, is_plain
+from streamlap.batch import (
+    Batch,
+    Copied,
+    Planned,
+    checked_outs,
+    on_stream,
+    packed,
+    same_layout,
+    submit_batch,
+)
+from streamlap.devices import (
+    Place,
+    StreamLike,
+    as_stream,
+    current_stream,
+    place_of,
+    require_no_capture,
+)
+from streamlap.pinned import pool_for
+from streamlap.plan_host import plan_to_cpu
+
+
+def plan_to_device(
+    leaves: list[Any],
+    outs: list[Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    stream: StreamLike,
+    chunk_bytes: int,
+) -> Planned:
+    """Enqueue copies to ``device``."""
+    place = place_of(device)
+    if not place.is_cuda:
+        planned = plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place)
+        for leaf in planned.leaves:
+            if isinstance(leaf, Copied):
+                leaf.as_numpy = False  # a device has tensors
+        return planned
+    target = torch.device("cuda", place.index)
+    sources = [as_source(leaf) for leaf in leaves]
+    checked = checked_outs(sources, outs, target, dtype)
+    consumer = as_stream(stream, place)
+    require_no_capture(consumer, "to_device()")
+    planned = Planned(list(leaves))
+    batches: dict[tuple[str, Place | None], Batch] = {}
+    for index, source in enumerate(sources):
+        if source is None:
+            continue
+        from_device = source.tensor.device.type != "cpu"
+        source_place = place_of(source.tensor.device) if from_device else None
+        if source_place is not None:
+            require_no_capture(current_stream(source_place), "to_device()")
+        tensor, is_borrowed = _readable(
+            source.tensor, dtype if from_device else None, checked[index]
+        )
+        with contextlib.nullcontext() if stream is None else on_stream(consumer, place):
+            landing, final = _landing(tensor, checked[index], dtype or tensor.dtype, target)
+        copied = Copied(final, False, outs[index])
+        planned.leaves[index] = copied
+        if not final.numel():
+            continue
+        path = "direct" if landing is final else "unpack"
+        if not from_device and not tensor.is_pinned():
+            if path == "direct":
+                path = "driver"
+            else:
+                staged = pool_for(place).empty(tensor.shape, tensor.dtype, stride=tensor.stride())
+                tensor, is_borrowed = staged.copy_(tensor), False
+        batch = batches.setdefault((path, source_place), Batch())
+        batch.add(index, copied, landing, tensor)
+        if tensor is not source.tensor:
+            batch.sources.append(source.tensor)
+        if landing is not final:
+            batch.last_steps.append((final, landing))
+            batch.destinations.append(final)
+        if is_borrowed:
+            planned.borrowed.append(source)
+    for (path, source_place), batch in batches.items():
+        after = [] if consumer is None else [consumer]
+        producer = current_stream(source_place) if source_place is not None else None
+        if producer is not None:
+            after.append(producer)
+        planned.parts.append(
+            submit_batch(batch, path, place, True, after, chunk_bytes, source_place)
+        )
+    return planned
+
+
+def _readable(
+    tensor: torch.Tensor, dtype: torch.dtype | None, out: torch.Tensor | None
+) -> tuple[torch.Tensor, bool]:
+    """Return the source as one range of bytes, and whether that is still the caller's memory."""
+    wanted = dtype or tensor.dtype
+    like = out if out is not None and tensor.device.type != "cpu" and is_dense(out) else tensor
+    fits = like is tensor or same_layout(tensor, like)
+    if tensor.dtype == wanted and is_plain(tensor) and is_dense(tensor) and fits:
+        return tensor, True
+    if not is_dense(like):
+        like = torch.empty(tensor.shape, device="meta")
+    return packed(tensor, like, wanted), False
+
+
+def _landing(
+    tensor: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the bytes are copied to, and the destination: the same where nothing is left."""
+
+    def new(wanted: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
+
+    if tensor.dtype == dtype and (out is None or same_layout(tensor, out)):
+        final = new(dtype) if out is None else out
+        return final, final
+    return new(tensor.dtype), new(dtype) if out is None else out

@@ -1,0 +1,268 @@
+"""How each leaf gets to the host: checked first, then given memory, then enqueued."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from streamlap import _native
+from streamlap.arrays import Source, as_source, is_dense, is_plain
+from streamlap.batch import (
+    Batch,
+    Copied,
+    Part,
+    Planned,
+    checked_outs,
+    on_stream,
+    packed,
+    same_layout,
+    submit_batch,
+)
+from streamlap.devices import (
+    Place,
+    StreamLike,
+    as_stream,
+    current_stream,
+    place_of,
+    require_no_capture,
+)
+from streamlap.pinned import PinnedPool, pool_for
+
+
+def plan_to_cpu(
+    leaves: list[Any],
+    outs: list[Any],
+    dtype: torch.dtype | None,
+    pin: bool | None,
+    stream: StreamLike,
+    pool: PinnedPool | None,
+    chunk_bytes: int,
+    host_place: Place | None = None,
+) -> Planned:
+    """Enqueue copies to the host. ``host_place`` is the logical device of CPU sources."""
+    sources = [as_source(leaf) for leaf in leaves]
+    if len(sources) == 1 and sources[0] is not None:
+        simple = plan_simple(sources[0], outs[0], dtype, pin, stream, pool, chunk_bytes)
+        if simple is not None:
+            return simple
+    checked = checked_outs(sources, outs, torch.device("cpu"), dtype)
+    groups: dict[Place, list[int]] = {}
+    for index, source in enumerate(sources):
+        if source is None:
+            continue
+        on_host = source.tensor.device.type == "cpu"
+        place = (on_host and host_place) or place_of(source.tensor.device)
+        groups.setdefault(place, []).append(index)
+
+    planned = Planned(list(leaves))
+    on_device = any(place.is_cuda for place in groups)
+    streams: dict[Place, _native.Stream | None] = {}
+    for place in groups:
+        # In a tree of both, CPU leaves were written by the calling thread, not by that stream.
+        ignored = on_device and not place.is_cuda and not isinstance(stream, _native.Stream)
+        streams[place] = None if ignored else _producer(stream, place)
+        require_no_capture(streams[place], "to_cpu()")
+
+    for place, indices in groups.items():
+        producer = streams[place]
+        batches: dict[str, Batch] = {}
+        borrowed: list[Source] = []
+        work: list[tuple[int, Copied, torch.Tensor | None]] = []
+        new = [sources[index] for index in indices if checked[index] is None]
+        small = _SmallBlock(place, pool, pin, new, dtype)
+        for index in indices:
+            source, out = sources[index], checked[index]
+            assert source is not None
+            copied, stage = _destination(source, out, outs[index], dtype, pin, pool, place, small)
+            planned.leaves[index] = copied
+            work.append((index, copied, stage))
+        with contextlib.nullcontext() if stream is None else on_stream(producer, place):
+            for index, copied, stage in work:
+                source = sources[index]
+                assert source is not None
+                if copied.tensor.numel():
+                    _add_to_cpu(batches, index, copied, stage, source, pin, place, borrowed)
+        after = [] if producer is None else [producer]
+        if place.is_cuda and any(checked[index] is not None for index in indices):
+            current = current_stream(place)
+            if current is not None and producer is not None and current.handle != producer.handle:
+                after.append(current)
+        for path, batch in batches.items():
+            planned.parts.append(submit_batch(batch, path, place, False, after, chunk_bytes))
+        planned.borrowed += borrowed
+    return planned
+
+
+def plan_simple(
+    source: Source,
+    out: Any,
+    dtype: torch.dtype | None,
+    pin: bool | None,
+    stream: StreamLike,
+    pool: PinnedPool | None,
+    chunk_bytes: int,
+) -> Planned | None:
+    """Enqueue what nearly every call asks for, one tensor's bytes into new pinned memory.
+
+    Answers None where more is asked for. It does what the general way does, in a third of the time.
+    """
+    tensor = source.tensor
+    if out is not None or pin is False or not tensor.is_cuda:
+        return None
+    if (dtype is not None and dtype != tensor.dtype) or not is_plain(tensor):
+        return None
+    count = tensor.numel()
+    contiguous = tensor.is_contiguous()
+    if not count or not (contiguous or is_dense(tensor)):
+        return None
+    place = place_of(tensor.device)
+    producer = _producer(stream, place)
+    require_no_capture(producer, "to_cpu()")
+    stride = None if contiguous else tensor.stride()
+    dst = (pool or pool_for(place)).new(tensor.shape, tensor.dtype, stride, count)
+    copied = Copied(dst, source.as_numpy)
+    item = (dst.data_ptr(), tensor.data_ptr(), count * dst.itemsize, dst.itemsize, None)
+    native = place.engine.submit(
+        device=place.index,
+        to_device=False,
+        items=[item],
+        after=[producer] if producer is not None else [],
+        chunk_bytes=chunk_bytes,
+        keep_source=tensor,
+        keep_destination=dst,
+    )
+    copied.part = Part(native, place, "direct", [0], True, place)
+    return Planned([copied], [copied.part], [source])
+
+
+def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
+    producer = as_stream(stream, place)
+    if producer is None or not place.is_cuda or producer.device == place.index:
+        return producer
+    # A stream of another device: what is packed here must be made on this device, after it.
+    current = current_stream(place)
+    assert current is not None
+    current.wait(producer.record())
+    return current
+
+
+class _SmallBlock:
+    """One pinned block for the small leaves of a tree, carved into views."""
+
+    LIMIT = 256 << 10
+    ALIGN = 256
+
+    def __init__(
+        self,
+        place: Place,
+        pool: PinnedPool | None,
+        pin: bool | None,
+        sources: list[Source | None],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._block: torch.Tensor | None = None
+        self._used = 0
+        if pin is False or len(sources) < 2:
+            return
+        sizes = [
+            self._room(source.tensor.numel() * (dtype or source.tensor.dtype).itemsize)
+            for source in sources
+            if source is not None
+        ]
+        sizes = [size for size in sizes if 0 < size <= self.LIMIT]
+        if len(sizes) > 1:
+            self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
+
+    def _room(self, nbytes: int) -> int:
+        return (nbytes + self.ALIGN - 1) // self.ALIGN * self.ALIGN
+
+    def take(
+        self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """Return a view of the block; None where the leaf is not small."""
+        count = shape.numel()
+        room = self._room(count * dtype.itemsize)
+        if self._block is None or not 0 < room <= self.LIMIT:
+            return None
+        if self._used + room > self._block.numel():
+            return None
+        piece = self._block[self._used : self._used + count * dtype.itemsize].view(dtype)
+        self._used += room
+        return piece.as_strided(shape, stride, piece.storage_offset())
+
+
+def _destination(
+    source: Source,
+    out: torch.Tensor | None,
+    given: Any,
+    dtype: torch.dtype | None,
+    pin: bool | None,
+    pool: PinnedPool | None,
+    place: Place,
+    small: _SmallBlock,
+) -> tuple[Copied, torch.Tensor | None]:
+    """Return where a leaf goes, and the pinned stage in between where one is needed."""
+    tensor = source.tensor
+    wanted = dtype or tensor.dtype
+    pool = pool or pool_for(place)
+    if out is not None:
+        stage = None
+        if place.is_cuda and out.numel() and not is_dense(out):
+            stage = pool.empty(tensor.shape, wanted)
+        return Copied(out, source.as_numpy, given), stage
+    like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+    stride = like.stride()
+    if pin is False:
+        return Copied(
+            torch.empty_strided(tensor.shape, stride, dtype=wanted), source.as_numpy
+        ), None
+    carved = small.take(tensor.shape, wanted, stride)
+    if carved is None:
+        carved = pool.empty(tensor.shape, wanted, stride=stride)
+    return Copied(carved, source.as_numpy), None
+
+
+def _add_to_cpu(
+    batches: dict[str, Batch],
+    index: int,
+    copied: Copied,
+    stage: torch.Tensor | None,
+    source: Source,
+    pin: bool | None,
+    place: Place,
+    borrowed: list[Source],
+) -> None:
+    tensor, dst = source.tensor, copied.tensor
+    bytes_are_values = (
+        tensor.dtype == dst.dtype
+        and is_plain(tensor)
+        and is_dense(tensor)
+        and same_layout(tensor, dst)
+    )
+    if not place.is_cuda:
+        batch = batches.setdefault("host", Batch())
+        borrowed.append(source)
+        if bytes_are_values:
+            batch.add(index, copied, dst, tensor)
+        else:
+            batch.add_body(index, copied, dst, tensor)
+        return
+    target = dst if stage is None else stage
+    if bytes_are_values and stage is None:
+        borrowed.append(source)
+    else:
+        tensor = packed(tensor, target, target.dtype)
+    if stage is not None:
+        batch = batches.setdefault("unpack", Batch())
+        batch.last_steps.append((dst, stage))
+    elif (copied.given is None and pin is not False) or dst.is_pinned():
+        batch = batches.setdefault("direct", Batch())
+    else:
+        batch = batches.setdefault("driver", Batch())
+    batch.add(index, copied, target, tensor)
+    if tensor is not source.tensor:
+        batch.sources.append(source.tensor)  # packing has yet to read it, on the producer's stream
+    if stage is not None:
+        batch.destinations.append(dst)
