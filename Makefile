@@ -2,10 +2,8 @@
 # CUDA, nvcc. `make gpu` uses the Python it finds, as it is; everything else uses .venv.
 PYTHON ?= python3
 STREAMLAP_CUDA ?= AUTO
-# One configuration serves module and C++ tests; the module's build does not compile the tests.
-STREAMLAP_TESTS ?= ON
 PYTEST_ARGS ?=
-export STREAMLAP_CUDA STREAMLAP_TESTS
+export STREAMLAP_CUDA
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -27,7 +25,7 @@ help: ## list the targets
 demo: build ## build and run the demo on what this machine has
 	$(VENV)/bin/streamlap demo
 
-test: lint types build build-host cpp-test py-test ## everything that CI checks
+test: lint types build build-host cpp-test py-test ## lint, types, builds with and without CUDA, tests
 
 gpu: export STREAMLAP_CUDA := ON
 gpu: export STREAMLAP_REQUIRE_GPU := 1
@@ -65,10 +63,10 @@ cpp-test: $(READY) ## C++ tests, with CUDA as asked and without
 
 py-test: build build-host ## Python tests, and that the module without CUDA loads
 	PYTHONPATH=$(HOST) $(PY) -c 'from streamlap import _native as n; assert "$(HOST)" in n.__file__ and n.cuda_reason()'
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -q -rs $(PYTEST_ARGS)
 
 wheel: $(READY) ## sdist and wheel into dist/
-	STREAMLAP_TESTS=OFF $(PY) -m build --no-isolation --sdist --wheel
+	$(PY) -m build --no-isolation --sdist --wheel
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist src/*.egg-info src/streamlap/*.so $(EDITABLE)

@@ -1,8 +1,9 @@
 """Build the native module with CMake.
 
 The build tree `build/<tag>` lasts, one for each Python, CUDA mode and sanitizer, so that a
-rebuild costs only what changed. Read from the environment: STREAMLAP_CUDA, STREAMLAP_SANITIZE,
-STREAMLAP_WERROR, STREAMLAP_TESTS, STREAMLAP_BENCH, CMAKE_CUDA_ARCHITECTURES,
+rebuild costs only what changed. What CMake and the compilers say is in its configure.log and
+build.log, and shown if they fail or warn. Read from the environment: STREAMLAP_CUDA,
+STREAMLAP_SANITIZE, STREAMLAP_WERROR, STREAMLAP_TESTS, STREAMLAP_BENCH, CMAKE_CUDA_ARCHITECTURES,
 CMAKE_BUILD_PARALLEL_LEVEL, and the compilers that CMake reads (CXX, CUDACXX, ...).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +29,9 @@ OPTIONS = {
     "STREAMLAP_CUDA": "AUTO",
     "STREAMLAP_SANITIZE": "",
     "STREAMLAP_WERROR": "OFF",
-    "STREAMLAP_TESTS": "OFF",
+    # Where they are there: one configuration then serves the module and the tests. The module's
+    # build does not compile them.
+    "STREAMLAP_TESTS": "ON" if (ROOT / "tests" / "cpp").is_dir() else "OFF",
     "STREAMLAP_BENCH": "OFF",
 }
 COMPILERS = ("CC", "CXX", "CUDACXX", "CUDAHOSTCXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")
@@ -52,26 +56,46 @@ def required(name: str) -> str:
     return found
 
 
-def run(*command: str | Path) -> None:
+def python() -> str:
+    """Return this Python by one name: it was started as python by make, as python3 by pip."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    full = Path(sys.executable).with_name(name)
+    return str(full) if full.exists() and full.samefile(sys.executable) else sys.executable
+
+
+def run(*command: str | Path, log: Path | None = None) -> None:
+    """Run a command; with a log, what it says goes there, and is shown if it fails or warns."""
     jobs = str(len(os.sched_getaffinity(0)))
     env = {"CMAKE_BUILD_PARALLEL_LEVEL": jobs} | os.environ
-    status = subprocess.run(command, env=env).returncode
+    said = ""
+    if log is None:
+        status = subprocess.run(command, env=env).returncode
+    else:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            status = subprocess.run(command, env=env, stdout=file, stderr=file).returncode
+        said = log.read_text(errors="replace")
+    if status or re.search(r"\bwarning\b[ :]", said, re.IGNORECASE):
+        print(said, end="", flush=True)
     if status:
         raise CompileError(f"{' '.join(map(str, command))} ended with status {status}")
 
 
-def configure(options: dict[str, str]) -> tuple[str, Path]:
-    """Make the build tree ready; return CMake and the tree."""
+def tree_of(options: dict[str, str]) -> Path:
+    parts = [MODULE.split(".")[1], options["STREAMLAP_CUDA"], options["STREAMLAP_SANITIZE"]]
+    return ROOT / "build" / "-".join(part.lower() for part in parts if part)
+
+
+def configure(options: dict[str, str], tree: Path) -> str:
+    """Make the build tree ready; return CMake."""
     try:
         import pybind11
     except ImportError as error:
         raise CompileError("pybind11 is missing: pip install pybind11") from error
 
-    parts = [MODULE.split(".")[1], options["STREAMLAP_CUDA"], options["STREAMLAP_SANITIZE"]]
-    tree = ROOT / "build" / "-".join(part.lower() for part in parts if part)
     cmake, ninja = required("cmake"), tool("ninja")
     defines = options | {
-        "Python_EXECUTABLE": sys.executable,
+        "Python_EXECUTABLE": python(),
         "pybind11_DIR": pybind11.get_cmake_dir(),
         "CMAKE_CUDA_ARCHITECTURES": os.environ.get("CMAKE_CUDA_ARCHITECTURES", ""),
     }
@@ -89,16 +113,19 @@ def configure(options: dict[str, str]) -> tuple[str, Path]:
         (tree / "CMakeCache.txt").unlink(missing_ok=True)
         for folder in tree.glob("CMakeFiles/[0-9]*"):
             shutil.rmtree(folder)
-        run(*command)
+        run(*command, log=tree / "configure.log")
         stamp.write_text(key)
-    return cmake, tree
+    return cmake
 
 
 def native(target: str, **options: str) -> Path:
     """Build one target and return its build tree."""
     given = {name: os.environ.get(name) or default for name, default in OPTIONS.items()}
-    cmake, tree = configure(given | options)
-    run(cmake, "--build", tree, "--target", target)
+    tree = tree_of(given | options)
+    log = tree / "build.log"
+    print(f"building {target} (log: {log.relative_to(ROOT)})", flush=True)
+    cmake = configure(given | options, tree)
+    run(cmake, "--build", tree, "--target", target, log=log)
     return tree
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamlap import __version__, cli, limit
+from streamlap import __version__, cli, demo, experiment, info, limit, sizes
 
 TINY = ("--size", "64", "--n", "4", "--repeat", "2")
 ALONE = {
@@ -74,6 +74,35 @@ def test_demo_prints_a_table_and_ends_with_the_result():
     assert lines[-1].startswith("On cpu:0, pipelined_run took ")
     names = {line[2:24].strip() for line in lines if line.startswith("  ")}
     assert names == ALONE | TOGETHER
+
+
+def test_demo_says_what_its_columns_mean():
+    lines = printed("demo", "--device", "cpu", "--size", "64", "--n", "1", "--repeat", "1")
+    assert "1 product of 64x64 per device" in lines
+    assert "medians of 1 round\n" in lines
+    assert lines.count("x limit: ") == 1
+    assert "pool: ordinary memory" in lines
+    assert "pinned  " not in lines
+
+
+@pytest.mark.parametrize(("seconds", "noise"), [(0.0999, True), (0.09997, False), (0.2, False)])
+def test_demo_speaks_of_noise_only_where_there_is_some(seconds, noise):
+    group = experiment.Group("fp32", "cuda:0", [], [])
+    rows = [("compute alone", 0.1), ("copy alone", 0.05), ("run alone", 0.09)]
+    rows.append(("pipelined_run", seconds))
+    measured = [experiment.Measured(name, group, [value]) for name, value in rows]
+    outcome = experiment.Outcome(measured, 0.0, {}, True)
+    legend = demo._legend(experiment.Plan(True, 64, 1, 1, [group], []), outcome)
+    assert any("noise" in line for line in legend) == noise
+
+
+def test_a_row_is_timed_until_its_results_are_ready(monkeypatch):
+    waited = []
+    monkeypatch.setattr(limit, "synchronize", lambda devices: waited.append(devices))
+    limit.timed(lambda: None, ["device"], ready=True)
+    assert len(waited) == 1
+    limit.timed(lambda: None, ["device"])
+    assert len(waited) == 3
 
 
 def test_demo_lowers_n_to_what_fits_and_says_so():
@@ -145,6 +174,25 @@ def test_info_says_where_the_limit_comes_from():
     assert found["pool_limit_from"] == "STREAMLAP_PINNED_LIMIT"
 
 
+@pytest.mark.parametrize(
+    ("processes", "says"),
+    [
+        ("4", "a quarter of the memory, divided by LOCAL_WORLD_SIZE=4;"),
+        ("1", "a quarter of the memory;"),
+        ("0", "LOCAL_WORLD_SIZE='0' is no positive number and was ignored"),
+        ("-2", "LOCAL_WORLD_SIZE='-2' is no positive number and was ignored"),
+        ("two", "LOCAL_WORLD_SIZE='two' is no positive number and was ignored"),
+    ],
+)
+def test_info_says_what_became_of_the_number_of_processes(processes, says, monkeypatch):
+    monkeypatch.delenv("STREAMLAP_PINNED_LIMIT", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    found = info.collect()["pool_limit_from"]
+    assert says in found
+    divided = sizes.default_pinned_limit() != sizes.memory_total() // 4
+    assert divided == ("divided" in found)
+
+
 def test_version_and_help():
     assert printed("--version") == f"streamlap {__version__}\n"
     for arguments in (["--help"], ["demo", "--help"], ["info", "--help"]):
@@ -160,6 +208,8 @@ def test_version_and_help():
         (["demo", "--no-such"], "--no-such"),
         (["demo", "--n", "-3"], "number from 1 up"),
         (["demo", "--n", "many"], "number from 1 up"),
+        (["demo", "--n", "10001"], "most is 10000"),
+        (["demo", "--n", "9" * 5000], "from 1 up"),
         (["demo", "--size", "0"], "number from 1 up"),
         (["demo", "--size", "10000000"], "smaller"),
         (["demo", "--repeat", "0"], "number from 1 up"),

@@ -47,7 +47,7 @@ def test_the_readme_names_what_exists_and_nothing_else():
         if isinstance(getattr(streamlap, name), type)
         and issubclass(getattr(streamlap, name), Exception)
     }
-    for name in set(streamlap.__all__) - classes_of_errors - {"Device", "__version__"}:
+    for name in set(streamlap.__all__) - classes_of_errors - {"__version__"}:
         assert f"`{name}" in table, f"{name} is missing in the README's table"
 
 
@@ -55,6 +55,11 @@ def test_the_readme_names_what_exists_and_nothing_else():
 def test_links_lead_to_files(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_changelog_begins_with_this_version():
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == streamlap.__version__
 
 
 def test_pictures_are_well_formed_and_described():

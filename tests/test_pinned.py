@@ -42,7 +42,7 @@ def test_memory_is_page_locked():
 def test_waste_is_bounded_and_shown(pool, nbytes):
     tensor = empty_pinned(nbytes, torch.uint8, pool)
     stats = pool.stats()
-    assert stats["live"] == PinnedPool.block_bytes(nbytes)
+    assert stats["live"] == PinnedPool._block_bytes(nbytes)
     assert stats["live"] >= nbytes
     assert stats["waste"] == stats["live"] - nbytes
     if nbytes >= 4096:

@@ -23,7 +23,7 @@ from streamlap.sizes import default_pinned_limit, format_size, memory_total, par
         ("1TB", 10**12),
         ("0.5KiB", 512),
         ("1.5MiB", 3 << 19),
-        (str(2**63), 2**63),
+        (str(2**62), 2**62),
     ],
 )
 def test_sizes(size, expected):

@@ -52,7 +52,12 @@ def as_source(leaf: object) -> Source | None:
         return None
     if hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__"):
         # The exporter orders torch's current stream after its own, without a host wait.
-        return Source(torch.utils.dlpack.from_dlpack(leaf), _module(leaf) == "cupy", None)
+        try:
+            return Source(torch.utils.dlpack.from_dlpack(leaf), _module(leaf) == "cupy", None)
+        except Exception as error:
+            raise UnsupportedTensor(
+                f"{type(leaf).__name__} gives torch no data: {error}"
+            ) from error
     return None
 
 
@@ -67,6 +72,8 @@ def _module(leaf: object) -> str:
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if type(array) is not np.ndarray and not isinstance(array, np.memmap):
+        raise UnsupportedTensor(f"a {type(array).__name__} is more than its data: pass .data of it")
     if array.dtype.hasobject or array.dtype.fields is not None:
         raise UnsupportedTensor(f"a NumPy array of {array.dtype} cannot be copied as bytes")
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):

@@ -85,9 +85,12 @@ class Batch:
     last_steps: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(self, index: int, copied: Copied, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy the bytes of ``src`` to ``dst`` for the leaf at ``index``."""
         self._add(index, copied, dst, src, None)
 
     def add_body(self, index: int, copied: Copied, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Let torch copy the values of ``src`` to ``dst``, on a worker."""
+
         def body() -> None:
             # Also where one of them was made in inference mode, which a worker thread is not in.
             with torch.inference_mode():
@@ -107,12 +110,14 @@ class Batch:
         self.destinations.append(dst)
 
     def run_last_steps(self) -> None:
+        """Copy from where the bytes landed to where they belong."""
         with torch.inference_mode():
             for dst, src in self.last_steps:
                 dst.copy_(src)
 
 
 def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape lie in memory the same way."""
     return all(
         size == 1 or a == b
         for size, a, b in zip(first.shape, first.stride(), second.stride(), strict=True)
@@ -121,6 +126,7 @@ def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def external_stream(handle: int, index: int) -> torch.cuda.Stream:
+    """Return a stream that torch did not make, as one of torch's."""
     return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
 
 
@@ -146,6 +152,7 @@ def packed(source: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torc
 def checked_outs(
     sources: list[Source | None], outs: list[Any], device: torch.device, dtype: torch.dtype | None
 ) -> list[torch.Tensor | None]:
+    """Return the given destinations, each checked against its source and all others."""
     if all(out is None for out in outs):
         return [None] * len(outs)
     checked: list[torch.Tensor | None] = []
@@ -181,6 +188,7 @@ def submit_batch(
     chunk_bytes: int,
     source_place: Place | None = None,
 ) -> Part:
+    """Make the native call, and the last steps that torch enqueues after it."""
     engine = place.engine
     last_on_host = path == "unpack" and not to_device
     last_on_device = path == "unpack" and to_device

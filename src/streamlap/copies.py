@@ -9,19 +9,13 @@ import torch
 from streamlap import watch
 from streamlap.arrays import Source, Tree, TreeSpec, flatten
 from streamlap.batch import DEFAULT_CHUNK, Copied, Part
+from streamlap.checks import as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import StreamLike, parse_device
-from streamlap.errors import InvalidArgument, InvalidType
-from streamlap.pinned import PinnedPool
+from streamlap.errors import InvalidArgument
+from streamlap.pinned import PinnedPool, as_pool
 from streamlap.plan_device import plan_to_device
 from streamlap.plan_host import plan_to_cpu
 from streamlap.transfer import Transfer
-
-
-def _check_common(dtype: object, pool: object) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
-    if pool is not None and not isinstance(pool, PinnedPool):
-        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
 
 
 def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
@@ -64,7 +58,9 @@ def to_cpu(
         dense; of NumPy and CuPy sources they are NumPy arrays.
 
     Raises:
-        UnsupportedTensor: a leaf that is no plain tensor (sparse, quantized, meta, ...).
+        UnsupportedTensor: a leaf that is no plain tensor (sparse, quantized, meta, ...), or a dtype
+            that values cannot be converted to.
+        InvalidType: an argument of the wrong type.
         InvalidArgument: a device that is not known, or an ``out`` that does not fit.
         PoolExhausted: no pinned memory within the limit.
         CaptureError: during CUDA graph capture.
@@ -73,17 +69,12 @@ def to_cpu(
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
     watch.enter()
-    _check_common(dtype, pool)
-    if pin is not None and not isinstance(pin, bool):
-        raise InvalidType(f"pin must be True, False or None, not {pin!r}")
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
-        raise InvalidType(f"chunk_bytes must be an int, not {chunk_bytes!r}")
-    if chunk_bytes < 1:
-        raise InvalidArgument(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+    dtype, pin, pool = as_dtype(dtype), as_pin(pin), as_pool(pool)
+    protect = as_flag(protect, "protect")
+    chunk = as_count(chunk_bytes, "chunk_bytes", 1)
     leaves, spec = flatten(tree)
-    planned = plan_to_cpu(
-        leaves, _out_leaves(out, spec, len(leaves)), dtype, pin, stream, pool, chunk_bytes
-    )
+    outs = _out_leaves(out, spec, len(leaves))
+    planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk)
     return _started(planned.leaves, spec, planned.parts, planned.borrowed, False, stream, protect)
 
 
@@ -120,15 +111,12 @@ def to_device(
     stream has been given. Thread-safe.
     """
     watch.enter()
-    _check_common(dtype, None)
+    dtype, protect = as_dtype(dtype), as_flag(protect, "protect")
+    chunk = as_count(chunk_bytes, "chunk_bytes", 1)
     target = parse_device(device)
     leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
-        raise InvalidType(f"chunk_bytes must be an int, not {chunk_bytes!r}")
-    if chunk_bytes < 1:
-        raise InvalidArgument(f"chunk_bytes must be at least 1, not {chunk_bytes}")
-    planned = plan_to_device(leaves, outs, target, dtype, stream, chunk_bytes)
+    planned = plan_to_device(leaves, outs, target, dtype, stream, chunk)
     return _started(planned.leaves, spec, planned.parts, planned.borrowed, True, None, protect)
 
 
@@ -157,6 +145,9 @@ def copy_to_cpu(tree: Tree, non_blocking: bool = False) -> Tree | Transfer:
 
     Raises:
         As :func:`to_cpu`.
+
+    Stream order: as :func:`to_cpu` on the current streams. Thread-safe.
     """
+    non_blocking = as_flag(non_blocking, "non_blocking")
     transfer = to_cpu(tree)
     return transfer if non_blocking else transfer.result()

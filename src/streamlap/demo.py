@@ -11,11 +11,11 @@ from typing import Any
 
 from streamlap import experiment
 from streamlap.devices import devices
-from streamlap.experiment import Group, Outcome, Plan
+from streamlap.experiment import Group, Measured, Outcome, Plan
 from streamlap.info import versions
 from streamlap.pinned import pool_stats
 from streamlap.sizes import format_size, memory_total
-from streamlap.ways import LIMIT_ROWS
+from streamlap.ways import LIMIT_ROWS, WHOLE_ROWS
 
 _DESCRIPTION = """\
 Compute x.mm(x) n times and bring all results to the host, by stock PyTorch and by
@@ -28,6 +28,9 @@ examples:
   streamlap demo --device cpu --size 512 --n 20
   streamlap demo --json > demo.json
 """
+
+
+_MOST_PRODUCTS = 10_000
 
 
 def add_parser(commands: Any) -> None:
@@ -46,7 +49,7 @@ def add_parser(commands: Any) -> None:
         help="rows and columns of x (default: by the machine)",
     )
     parser.add_argument(
-        "--n", type=_positive, default=50, metavar="N", help="products per device (default: 50)"
+        "--n", type=_count, default=50, metavar="N", help="products per device (default: 50)"
     )
     parser.add_argument(
         "--device", type=_device, default="all", help="all, cpu or cuda:N (default: all)"
@@ -70,6 +73,13 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return value
+
+
+def _count(text: str) -> int:
+    value = _positive(text)
+    if value > _MOST_PRODUCTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too many; the most is {_MOST_PRODUCTS}")
     return value
 
 
@@ -168,13 +178,14 @@ def as_text(planned: Plan, outcome: Outcome) -> str:
     lines = [
         f"streamlap {numbers['streamlap']}, torch {numbers['torch']}, Python {numbers['python']}",
         hardware or f"CPU, {cores} cores",
-        f"{planned.n} products of {planned.size}x{planned.size} per device, all results to the "
-        f"host; medians of {planned.rounds} rounds",
+        f"{_number(planned.n, 'product')} of {planned.size}x{planned.size} per device, all results "
+        f"to the host; medians of {_number(planned.rounds, 'round')}",
         *[f"note: {note}" for note in planned.notes],
         _warmup_line(outcome),
+        *_legend(planned, outcome),
     ]
     for group in planned.groups:
-        lines += ["", *_table(group, outcome)]
+        lines += ["", *_table(group, outcome, planned.on_gpu)]
     right = "every result of pipelined_run is bit-identical to x.mm(x)"
     wrong = "WRONG: a result of pipelined_run differs from x.mm(x)"
     return "\n".join([*lines, "", right if outcome.verified else wrong, sentence(planned, outcome)])
@@ -189,20 +200,41 @@ def _warmup_line(outcome: Outcome) -> str:
     return f"warm-up took {outcome.warmup_seconds:.1f} s ({first})"
 
 
-def _table(group: Group, outcome: Outcome) -> list[str]:
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _legend(planned: Plan, outcome: Outcome) -> list[str]:
+    """Say what the columns mean."""
+    lines = [
+        "x limit: the time, divided by the longer of compute alone and copy alone (plain torch, "
+        "measured here)"
+    ]
+    if not planned.on_gpu:
+        lines.append("pool: ordinary memory from streamlap's pool; on a CPU none is page-locked")
+    whole = [measured for measured in outcome.rows if measured.row in WHOLE_ROWS]
+    if any(float(_ratio(measured, outcome)) < 1 for measured in whole):
+        lines.append("below 1.000: noise; nothing can be faster than the limit")
+    return lines
+
+
+def _ratio(measured: Measured, outcome: Outcome) -> str:
+    return f"{measured.seconds / outcome.limit(measured.group):.3f}"
+
+
+def _table(group: Group, outcome: Outcome, on_gpu: bool) -> list[str]:
     heading = f"{group.label}, {group.dtype}"
-    lines = [f"{heading:<24}{'seconds':>10}{'x limit':>10}{'pinned':>12}{'device':>12}"]
+    memory = "pinned" if on_gpu else "pool"
+    lines = [f"{heading:<24}{'seconds':>10}{'x limit':>10}{memory:>12}{'device':>12}"]
     order = [*LIMIT_ROWS, *[row.name for row in group.rows]]
     for name in dict.fromkeys(order):
         measured = outcome.find(group, name)
         if measured is None:
             continue
-        ratio = measured.seconds / outcome.limit(group)
+        ratio = _ratio(measured, outcome)
         pinned = format_size(measured.pinned_bytes)
         on_device = "-" if measured.device_bytes is None else format_size(measured.device_bytes)
-        lines.append(
-            f"  {name:<22}{measured.seconds:>10.4f}{ratio:>10.3f}{pinned:>12}{on_device:>12}"
-        )
+        lines.append(f"  {name:<22}{measured.seconds:>10.4f}{ratio:>10}{pinned:>12}{on_device:>12}")
     return lines
 
 
@@ -211,7 +243,7 @@ def sentence(planned: Plan, outcome: Outcome) -> str:
     first = planned.groups[0]
     groups = [group for group in planned.groups if group.label == first.label]
     parts: list[str] = []
-    for name in ("pipelined_run", "stock non_blocking", "run then copy"):
+    for name in WHOLE_ROWS:
         ratios = []
         for group in groups:
             measured = outcome.find(group, name)

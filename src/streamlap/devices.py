@@ -11,6 +11,7 @@ import contextvars
 import functools
 import operator
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from streamlap import _native
+from streamlap.checks import as_count
 from streamlap.errors import (
     CaptureError,
     DeviceError,
@@ -59,7 +61,9 @@ class Place:
 
 @functools.cache
 def host_place(index: int) -> Place:
-    """Return a logical CPU device."""
+    """Return a logical CPU device; raise InvalidArgument where there cannot be one."""
+    if not 0 <= index < _MAX_LOGICAL:
+        raise InvalidArgument(f"no logical CPU device {index}: there are {_MAX_LOGICAL} at most")
     return Place(host_runtime(), index)
 
 
@@ -94,17 +98,15 @@ _logical: contextvars.ContextVar[int | None] = contextvars.ContextVar("logical",
 
 
 def _logical_index(name: str) -> int:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"{name!r} is no device: write 'cpu:0', 'cpu:1', ...") from error
+    device = parse_device(name)
     if device.type != "cpu":
         raise InvalidArgument(f"{name!r} is no logical CPU device: write 'cpu:0', 'cpu:1', ...")
     return device.index or 0
 
 
-@contextlib.contextmanager
-def use_runtime(name: str, devices: int | Sequence[str] | None = None) -> Iterator[None]:
+def use_runtime(
+    name: str, devices: int | Sequence[str] | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Say what serves CPU tensors inside the ``with`` block.
 
     Args:
@@ -129,12 +131,15 @@ def use_runtime(name: str, devices: int | Sequence[str] | None = None) -> Iterat
         if indices != list(range(len(indices))):
             raise InvalidArgument(f"devices must be cpu:0, cpu:1, ... in order, not {devices!r}")
         count = len(indices)
-    elif isinstance(devices, int) and not isinstance(devices, bool):
-        count = devices
     else:
-        raise InvalidType(f"devices must be an int or a list of names, not {devices!r}")
+        count = as_count(devices, "devices")
     if count is not None and not 1 <= count <= _MAX_LOGICAL:
         raise InvalidArgument(f"devices must be 1 to {_MAX_LOGICAL}, not {count}")
+    return _spread_over(count)
+
+
+@contextlib.contextmanager
+def _spread_over(count: int | None) -> Iterator[None]:
     token = _logical.set(count)
     try:
         yield
@@ -192,13 +197,17 @@ def place_of(device: torch.device, position: int = 0) -> Place:
 
 def parse_device(device: str | int | torch.device) -> torch.device:
     """Return ``device`` as torch has it, with errors that say what is allowed."""
-    if isinstance(device, bool):
-        raise InvalidType(f"{device!r} is no device")
-    if isinstance(device, int):
-        device = f"cuda:{device}"
+    if isinstance(device, torch.device):
+        return device
+    if not isinstance(device, str):
+        device = f"cuda:{as_count(device, 'device')}"
+    number = re.fullmatch(r"[a-z]+:([0-9]+)", device)
     try:
+        # torch keeps the number in eight bits, and takes what does not fit for another one.
+        if number is not None and int(number[1]) >= 128:
+            raise RuntimeError("no such number")
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except RuntimeError as error:
         raise InvalidArgument(f"{device!r} is no device: write 'cuda:0' or 'cpu'") from error
 
 
@@ -245,6 +254,12 @@ def as_stream(stream: StreamLike, place: Place) -> _native.Stream | None:
     if handle < 0:
         raise InvalidArgument(f"a stream's handle is not negative: {handle}")
     return place.runtime.adopt(index, handle)
+
+
+def check_stream(stream: StreamLike) -> None:
+    """Raise as :func:`as_stream` would for something that is no stream at all."""
+    if _native_handle(stream, 0)[1] < 0:
+        raise InvalidArgument("a stream's handle is not negative")
 
 
 def _native_handle(stream: StreamLike, index: int) -> tuple[int, int]:

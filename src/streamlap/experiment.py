@@ -195,7 +195,7 @@ def _count_that_fits(
 ) -> int:
     stats = pool_stats(devices[0])
     pinned = stats["limit"] - stats["live"]
-    fits = pinned // (PinnedPool.block_bytes(nbytes) * len(devices))
+    fits = pinned // (PinnedPool._block_bytes(nbytes) * len(devices))
     where = f"the pinned pool's limit of {format_size(stats['limit'])}"
     if devices[0].type == "cuda":
         # Inputs in every dtype and the matrix library's workspace need room beside the results.
@@ -268,7 +268,7 @@ def _run_once(row: Row, group: Group, measured: Measured | None) -> float:
     torch.backends.cuda.matmul.allow_tf32 = group.dtype == "tf32"
     memory = _MemoryCount(group.devices)
     body = functools.partial(row.body, row.prepare())
-    seconds, results = limit.timed(body, group.devices)
+    seconds, results = limit.timed(body, group.devices, row.ready)
     if measured is not None:
         measured.pinned_bytes = max(measured.pinned_bytes, memory.pinned())
         measured.device_bytes = memory.on_devices()

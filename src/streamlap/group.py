@@ -11,9 +11,10 @@ import torch
 
 from streamlap.arrays import Tree
 from streamlap.batch import Part
+from streamlap.checks import as_callable, as_seconds
 from streamlap.devices import StreamLike
 from streamlap.errors import InvalidArgument, TransferTimeout
-from streamlap.transfer import Transfer, as_seconds
+from streamlap.transfer import Transfer
 from streamlap.watch import require_alive, run_callback
 
 
@@ -119,11 +120,15 @@ class TransferGroup(Transfer):
         self._read_source = read_source
 
     def result(self, timeout: float | None = None) -> Tree:
-        deadline = None if timeout is None else time.monotonic() + as_seconds(timeout)
+        seconds = None if timeout is None else as_seconds(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
         results: list[Tree] = []
         try:
             for slot in self._slots:
                 results.append(slot.get(_left(deadline)).result(_left(deadline)))
+        except TransferTimeout:
+            results.clear()
+            raise TransferTimeout(f"{self!r} was not done within {seconds} s") from None
         except BaseException:
             results.clear()  # or the traceback would keep what was fetched so far
             raise
@@ -150,6 +155,7 @@ class TransferGroup(Transfer):
         return True
 
     def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
+        as_callable(callback, "callback")
         if self.done():
             run_callback(callback, self)
             return
@@ -196,15 +202,15 @@ class TransferGroup(Transfer):
     def elapsed(self) -> float:
         if not self.done():
             raise InvalidArgument("elapsed() of a pipeline that is not done; call result() first")
-        parts = self.parts()
+        parts = self._all_parts()
         seconds = 0.0
         for place in {part.place for part in parts}:
             own = [part.native for part in parts if part.place is place]
             seconds = max(seconds, own[-1].elapsed_from(own[0]))
         return seconds
 
-    def parts(self) -> list[Part]:
-        return [part for slot in self._slots for part in slot.get().parts()]
+    def _all_parts(self) -> list[Part]:
+        return [part for slot in self._slots for part in slot.get()._all_parts()]
 
     def stats(self) -> dict[str, Any]:
         every = [slot.transfer.stats() for slot in self._slots if slot.transfer is not None]

@@ -81,8 +81,12 @@ def _cuda_version(number: int) -> str | None:
 def _limit_source() -> str:
     if os.environ.get("STREAMLAP_PINNED_LIMIT"):
         return "STREAMLAP_PINNED_LIMIT"
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    shared = f", divided by LOCAL_WORLD_SIZE={processes}" if processes not in ("0", "1") else ""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    shared = ""
+    if processes.isdecimal() and int(processes) > 0:
+        shared = f", divided by LOCAL_WORLD_SIZE={processes}" if int(processes) > 1 else ""
+    elif processes:
+        shared = f" (LOCAL_WORLD_SIZE={processes!r} is no positive number and was ignored)"
     return f"a quarter of the memory{shared}; STREAMLAP_PINNED_LIMIT overrides it"
 
 

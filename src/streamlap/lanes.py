@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,12 +18,14 @@ from streamlap import _native
 from streamlap.arrays import as_destination, as_source, check_matches, flatten
 from streamlap.batch import WHOLE
 from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
-from streamlap.errors import InvalidType
+from streamlap.errors import InvalidType, SourceModified
 from streamlap.group import Slot
 from streamlap.modes import CallerModes
 from streamlap.pinned import PinnedPool
 from streamlap.plan_host import plan_to_cpu
 from streamlap.transfer import Transfer
+
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Stopped(Exception):
     """Why an item was not computed: the pipeline was stopped before."""
 
 
-def annotate(error: BaseException, index: int) -> BaseException:
+def annotate(error: E, index: int) -> E:
     """Attach the item's index (0-based) to what was raised while it was computed."""
     if not hasattr(error, "streamlap_index"):
         with contextlib.suppress(Exception):
@@ -120,6 +122,20 @@ class Lane:
     def issue(self, index: int) -> None:
         """Issue one item, where the caller's thread does."""
 
+    def collect(self) -> list[Any]:
+        """Wait for all items; each transfer is let go of while the next one is waited for."""
+        results = []
+        for index, slot in enumerate(self.slots):
+            try:
+                results.append(slot.collect())
+            except SourceModified as error:
+                results.clear()  # or the traceback would keep them
+                raise annotate(error, index) from None
+            except BaseException:
+                results.clear()
+                raise
+        return results
+
     def fail(self, error: BaseException) -> None:
         """After ``error``: wait for what is in flight, and give every buffer back."""
         if not isinstance(error, KeyboardInterrupt):
@@ -147,7 +163,7 @@ class Lane:
         """Let go of an item's device memory, once its copy is done."""
         transfer = self.slots[index].transfer
         if transfer is not None:
-            transfer.release_done()
+            transfer._release_done()
 
 
 class InlineLane(Lane):
@@ -156,7 +172,11 @@ class InlineLane(Lane):
     def issue(self, index: int) -> None:
         job = self._job
         if index >= job.depth:
-            self._make_room(index - job.depth)
+            try:
+                self._make_room(index - job.depth)
+            except SourceModified as error:
+                annotate(error, index - job.depth)
+                raise
         try:
             with _current_device(job.place):
                 value = job.fn(job.x)
@@ -172,7 +192,7 @@ class InlineLane(Lane):
         # Nobody knows on which stream fn allocated its result: only a finished copy is safe.
         transfer = self.slots[index].transfer
         assert transfer is not None
-        transfer.finish()
+        transfer._wait_done()
 
     def read_source(self, stream: StreamLike) -> None:
         place = self._job.place
@@ -213,7 +233,11 @@ class HostLane(Lane):
         super().fail(error)
 
     def _compute_and_copy(self, index: int) -> Transfer:
-        return self._copy(self._job.fn(self._job.x), index)
+        try:
+            return self._copy(self._job.fn(self._job.x), index)
+        except BaseException as error:
+            annotate(error, index)
+            raise
 
     def _step(self, index: int) -> None:
         if _native.ending():
@@ -224,8 +248,6 @@ class HostLane(Lane):
                 self._retire(index - self._job.depth)
             transfer = self._modes.run(self._compute_and_copy, index)
         except BaseException as error:
-            if not isinstance(error, Stopped):
-                annotate(error, index)
             self._control.stop(error)
             self._drain()
             for slot in self.slots[index:]:

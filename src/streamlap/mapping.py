@@ -50,7 +50,7 @@ def map_items(
                     more = False
                     break
                 except Exception as error:
-                    slot.fill(None, annotate(error, index))
+                    slot.fill(None, _raised(error, index))
                     more = False
                 else:
                     more = _issue(slot, fn, item, index, control, pin, dtype, pool)
@@ -72,6 +72,15 @@ def map_items(
                 if slot.transfer is not None:
                     slot.transfer.exception()
         window.clear()
+
+
+def _raised(error: BaseException, index: int) -> BaseException:
+    """Return what an item raised, as it can leave a generator."""
+    if isinstance(error, StopIteration):
+        wrapped = RuntimeError("fn raised StopIteration, which would end the loop around it")
+        wrapped.__cause__ = error
+        error = wrapped
+    return annotate(error, index)
 
 
 def _worker_place(item: Any) -> Place | None:
@@ -108,7 +117,7 @@ def _issue(
                 value = fn(item)
             slot.fill(start_copy(value, None, pin, dtype, pool, None))
         except Exception as error:
-            slot.fill(None, annotate(error, index))
+            slot.fill(None, _raised(error, index))
             return False
         return True
 
@@ -127,7 +136,7 @@ def _issue(
             slot.fill(None, error)
         except BaseException as error:
             control.stop(Stopped("an earlier item failed"))
-            slot.fill(None, annotate(error, index))
+            slot.fill(None, _raised(error, index))
 
     compute_stream(worker).launch(compute)
     return True

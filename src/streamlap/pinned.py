@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, watch
+from streamlap.checks import as_count, as_dtype
 from streamlap.devices import (
     Place,
     StreamLike,
@@ -66,25 +66,21 @@ class PinnedPool:
                     self._native = _native.Pool(self._runtime(), limit)
         return self._native
 
-    def empty(
-        self,
-        shape: int | Sequence[int],
-        dtype: torch.dtype | None = None,
-        *,
-        stride: Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        """Return an uninitialised pinned tensor; see :func:`empty_pinned`.
-
-        ``stride`` (in elements, dense and without overlap) is that of a contiguous tensor if left
-        out.
-        """
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return an uninitialised pinned tensor of this pool; see :func:`empty_pinned`."""
         sizes = _as_shape(shape)
-        return self.new(sizes, _as_dtype(dtype), stride, math.prod(sizes))
+        wanted = as_dtype(dtype, convert=False) or torch.get_default_dtype()
+        count = math.prod(sizes)
+        as_count(max(count, 1) * wanted.itemsize, "the bytes of the tensor")
+        return self._new(sizes, wanted, None, count)
 
-    def new(
+    def _new(
         self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None, count: int
     ) -> torch.Tensor:
-        """Return a tensor as :meth:`empty`, of ``count`` elements, without checks."""
+        """Return a tensor of ``count`` elements without checks.
+
+        ``stride``, in elements, must be dense and without overlap; None: contiguous.
+        """
         if count == 0:
             tensor = torch.empty(shape, dtype=dtype)
             return tensor if stride is None else tensor.as_strided(shape, stride)
@@ -101,7 +97,7 @@ class PinnedPool:
                 raise
             return pool.allocate(nbytes)
 
-    def has_room(self, nbytes: int, count: int) -> bool:
+    def _has_room(self, nbytes: int, count: int) -> bool:
         """Return whether ``count`` blocks for ``nbytes`` can ever be had beside what is held."""
         pool = self._pool()
         return pool.has_room(nbytes, count) or (
@@ -128,7 +124,7 @@ class PinnedPool:
         return self._pool().live
 
     @staticmethod
-    def block_bytes(nbytes: int) -> int:
+    def _block_bytes(nbytes: int) -> int:
         """Return the bytes that a block for ``nbytes`` takes of the limit."""
         return _native.Pool.size_class(nbytes)
 
@@ -182,22 +178,18 @@ def _default_pool() -> PinnedPool:
 
 
 def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        sizes = tuple(operator.index(size) for size in sizes)
-    except TypeError as error:
-        raise InvalidType(f"shape must be an int or ints, not {shape!r}") from error
-    if any(size < 0 for size in sizes):
-        raise InvalidArgument(f"shape must not be negative: {sizes}")
-    return sizes
+    if isinstance(shape, (list, tuple)):
+        return tuple(as_count(size, "a size in shape") for size in shape)
+    if hasattr(shape, "__index__"):
+        return (as_count(shape, "shape"),)
+    raise InvalidType(f"shape must be an int or a list of ints, not {shape!r}")
 
 
-def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:
-        return torch.get_default_dtype()
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
-    return dtype
+def as_pool(pool: object) -> PinnedPool | None:
+    """Return the ``pool`` argument."""
+    if pool is not None and not isinstance(pool, PinnedPool):
+        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
+    return pool
 
 
 def empty_pinned(
@@ -221,9 +213,8 @@ def empty_pinned(
     work that torch's current streams have been given by then; work on other streams is declared
     with :func:`record_use`. Thread-safe.
     """
-    if pool is not None and not isinstance(pool, PinnedPool):
-        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
-    return (pool or _default_pool()).empty(shape, dtype)
+    watch.enter()
+    return (as_pool(pool) or _default_pool()).empty(shape, dtype)
 
 
 def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch
 
 from streamlap import watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
+from streamlap.checks import as_callable, as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import Place, StreamLike, compute_stream, current_stream, place_of
 from streamlap.devices import require_no_capture as _require_no_capture
-from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
+from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted, UnsupportedTensor
 from streamlap.group import Slot, TransferGroup
 from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
-from streamlap.pinned import PinnedPool, pool_for
+from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.product import ProductLane, square, usual_products
 
 Fn = Callable[[Any], Any]
@@ -42,11 +42,18 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
         InvalidArgument, InvalidType: ``n`` is no count, ``x`` is not square for the default ``fn``.
     """
     watch.enter()
-    count = _as_count(n)
+    count = as_count(n, "n")
     argument, _numpy, _place = _checked_x(x, fn, 0)
-    compute = square if fn is None else _as_fn(fn)
+    compute = square if fn is None else as_callable(fn, "fn")
+    results = []
     with torch.no_grad():
-        return [compute(argument) for _ in range(count)]
+        for index in range(count):
+            try:
+                results.append(compute(argument))
+            except BaseException as error:
+                annotate(error, index)
+                raise
+    return results
 
 
 def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> list[list[Any]]:
@@ -64,10 +71,10 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
         As :func:`run`; what ``fn`` raises comes with the index of its item.
     """
     watch.enter()
-    count = _as_count(n)
+    count = as_count(n, "n")
     if not isinstance(xs, (list, tuple)):
         raise InvalidType(f"parallel_run takes a list of inputs, not {type(xs).__name__}")
-    compute = square if fn is None else _as_fn(fn)
+    compute = square if fn is None else as_callable(fn, "fn")
     checked = [_checked_x(x, fn, position) for position, x in enumerate(xs)]
     results: list[list[Any]] = [[] for _ in checked]
     here = on_worker()
@@ -170,10 +177,11 @@ def pipelined_run(
     watch.enter()
     many = isinstance(x, (list, tuple))
     inputs = list(x) if many else [x]
-    count = _as_count(n)
-    limit = _as_depth(DEFAULT_DEPTH if depth is None else depth)
-    _check_options(pin, dtype, panels, wait, pool)
-    compute = square if fn is None else _as_fn(fn)
+    count = as_count(n, "n")
+    limit = as_count(DEFAULT_DEPTH if depth is None else depth, "depth", 1)
+    pin, dtype, pool, wait = as_pin(pin), as_dtype(dtype), as_pool(pool), as_flag(wait, "wait")
+    _check_panels(panels)
+    compute = square if fn is None else as_callable(fn, "fn")
     checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
     outs = _checked_outs(out, many, count, [pair[0] for pair in checked], fn, dtype)
     pinned = pin is not False
@@ -205,8 +213,7 @@ def pipelined_run(
         if not wait:
             groups = [TransferGroup(lane.slots, lane.read_source) for lane in lanes]
             return _bundle(groups) if many else groups[0]
-        # Each transfer is let go of while the next one is waited for.
-        results = [[slot.collect() for slot in lane.slots] for lane in lanes]
+        results = [lane.collect() for lane in lanes]
     except BaseException as error:
         control.stop(error)
         for lane in lanes:
@@ -257,9 +264,9 @@ def pipelined_map(
     for, and every buffer is given back. One thread at a time may advance it.
     """
     watch.enter()
-    limit = _as_depth(depth)
-    _check_options(pin, dtype, None, True, pool)
-    compute = _as_fn(fn)
+    limit = as_count(depth, "depth", 1)
+    pin, dtype, pool = as_pin(pin), as_dtype(dtype), as_pool(pool)
+    compute = as_callable(fn, "fn")
     try:
         iterator: Iterator[Any] = iter(items)
     except TypeError as error:
@@ -270,47 +277,9 @@ def pipelined_map(
 # -- checks
 
 
-def _as_count(n: object) -> int:
-    try:
-        if isinstance(n, bool):
-            raise TypeError
-        count = operator.index(n)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidType(f"n must be an int, not {n!r}") from None
-    if count < 0:
-        raise InvalidArgument(f"n must not be negative, not {count}")
-    return count
-
-
-def _as_depth(depth: object) -> int:
-    try:
-        if isinstance(depth, bool):
-            raise TypeError
-        value = operator.index(depth)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidType(f"depth must be an int, not {depth!r}") from None
-    if value < 1:
-        raise InvalidArgument(f"depth must be at least 1, not {value}")
-    return value
-
-
-def _as_fn(fn: object) -> Fn:
-    if not callable(fn):
-        raise InvalidType(f"fn must be callable, not {fn!r}")
-    return fn
-
-
-def _check_options(pin: object, dtype: object, panels: object, wait: object, pool: object) -> None:
-    if pin is not None and not isinstance(pin, bool):
-        raise InvalidType(f"pin must be True, False or None, not {pin!r}")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
-    if pool is not None and not isinstance(pool, PinnedPool):
-        raise InvalidType(f"pool must be a PinnedPool, not {type(pool).__name__}")
-    if not isinstance(wait, bool):
-        raise InvalidType(f"wait must be True or False, not {wait!r}")
-    if panels is not None and (isinstance(panels, bool) or panels != 1):
-        raise InvalidArgument(f"panels must be None or 1, not {panels!r}")
+def _check_panels(panels: object) -> None:
+    if panels is not None and as_count(panels, "panels", 1) != 1:
+        raise InvalidArgument(f"panels must be 1 or None so far, not {panels!r}")
 
 
 def _checked_x(x: Any, fn: Fn | None, position: int) -> tuple[Any, bool, Place]:
@@ -327,7 +296,17 @@ def _checked_x(x: Any, fn: Fn | None, position: int) -> tuple[Any, bool, Place]:
             f"x must be a square matrix for the default fn, x.mm(x), not {tuple(tensor.shape)}; "
             "pass fn for anything else"
         )
+    _check_multiplies(tensor)
     return tensor, source.as_numpy, place
+
+
+def _check_multiplies(x: torch.Tensor) -> None:
+    """Refuse dtypes that torch has no product for, before the first item."""
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    known = (*floats, torch.complex32, torch.complex64, torch.complex128)
+    if x.dtype not in known and (x.is_cuda or x.dtype not in integers):
+        raise UnsupportedTensor(f"torch multiplies no matrices of {x.dtype} on {x.device}")
 
 
 def _checked_outs(
@@ -383,7 +362,7 @@ def _check_room(
         counts[key] = counts.get(key, 0) + n
     # Inputs of different sizes are judged one size at a time; the rest shows when it is reached.
     for (target, nbytes), count in counts.items():
-        if nbytes and not target.has_room(nbytes, count):
+        if nbytes and not target._has_room(nbytes, count):
             live, limit = target.live, target.limit
             raise PoolExhausted(
                 f"{count} results of {nbytes} bytes need more pinned memory than there is: {live} "

@@ -74,7 +74,9 @@ def plan_to_device(
             if path == "direct":
                 path = "driver"
             else:
-                staged = pool_for(place).empty(tensor.shape, tensor.dtype, stride=tensor.stride())
+                staged = pool_for(place)._new(
+                    tensor.shape, tensor.dtype, tensor.stride(), tensor.numel()
+                )
                 tensor, is_borrowed = staged.copy_(tensor), False
         batch = batches.setdefault((path, source_place), Batch())
         batch.add(index, copied, landing, tensor)

@@ -121,7 +121,7 @@ def plan_simple(
     producer = _producer(stream, place)
     require_no_capture(producer, "to_cpu()")
     stride = None if contiguous else tensor.stride()
-    dst = (pool or pool_for(place)).new(tensor.shape, tensor.dtype, stride, count)
+    dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
     copied = Copied(dst, source.as_numpy)
     item = (dst.data_ptr(), tensor.data_ptr(), count * dst.itemsize, dst.itemsize, None)
     native = place.engine.submit(
@@ -210,7 +210,7 @@ def _destination(
     if out is not None:
         stage = None
         if place.is_cuda and out.numel() and not is_dense(out):
-            stage = pool.empty(tensor.shape, wanted)
+            stage = pool._new(tensor.shape, wanted, None, tensor.numel())
         return Copied(out, source.as_numpy, given), stage
     like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
     stride = like.stride()
@@ -220,7 +220,7 @@ def _destination(
         ), None
     carved = small.take(tensor.shape, wanted, stride)
     if carved is None:
-        carved = pool.empty(tensor.shape, wanted, stride=stride)
+        carved = pool._new(tensor.shape, wanted, stride, tensor.numel())
     return Copied(carved, source.as_numpy), None
 
 

@@ -38,7 +38,7 @@ class ProductLane(InlineLane):
         try:
             for index in range(len(self.slots), n):
                 self.issue(index)
-            return [slot.collect() for slot in self.slots]
+            return self.collect()
         except BaseException as error:
             self._control.stop(error)
             self.fail(error)
@@ -71,7 +71,7 @@ class ProductLane(InlineLane):
         # allocator may hand the memory to the next product. No host wait.
         transfer = self.slots[index].transfer
         assert transfer is not None
-        for part in transfer.parts():
+        for part in transfer._parts:
             part.native.wait_on_stream(self._stream)
             part.native.release_source()
 
@@ -80,7 +80,7 @@ class ProductLane(InlineLane):
         if not count:
             return super()._copy(value, index)
         place = self._job.place
-        dst = self._pool.new(value.shape, value.dtype, None, count)
+        dst = self._pool._new(value.shape, value.dtype, None, count)
         native = place.engine.submit(
             device=place.index,
             to_device=False,
@@ -115,7 +115,7 @@ def usual_products(
     if torch.cuda.is_current_stream_capturing():
         return None
     place = cuda_place(x.device.index)
-    if not pool_for(place).has_room(shape[0] * shape[0] * x.itemsize, n):
+    if not pool_for(place)._has_room(shape[0] * shape[0] * x.itemsize, n):
         return None
     try:
         first = square(x)

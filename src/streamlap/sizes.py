@@ -7,7 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from streamlap.errors import InvalidArgument, InvalidType
+from streamlap.checks import as_count
+from streamlap.errors import InvalidArgument
 
 _UNITS = {
     "": 1,
@@ -35,20 +36,17 @@ def parse_size(size: int | str, what: str = "size") -> int:
         InvalidArgument: negative, or a string that is none of these.
         InvalidType: neither int nor str.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidType(f"{what} must be an int or a string like '2GiB', not {size!r}")
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
-        unit = _UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            raise InvalidArgument(
-                f"{what} {size!r} is no size: write a number and B, KiB, MiB, GiB, TiB, KB, MB, "
-                "GB or TB, like '512MiB'"
-            )
-        return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size < 0:
-        raise InvalidArgument(f"{what} must not be negative, not {size}")
-    return size
+    if not isinstance(size, str):
+        return as_count(size, what)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise InvalidArgument(
+            f"{what} {size!r} is no size: write a number and B, KiB, MiB, GiB, TiB, KB, MB, "
+            "GB or TB, like '512MiB'"
+        )
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return as_count(int(number * unit), what)
 
 
 def format_size(size: float) -> str:

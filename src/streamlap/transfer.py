@@ -16,9 +16,11 @@ import torch
 from streamlap import _native, watch
 from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
 from streamlap.batch import Copied, Part
+from streamlap.checks import as_callable, as_seconds
 from streamlap.devices import (
     StreamLike,
     as_stream,
+    check_stream,
     current_stream,
     require_no_capture,
 )
@@ -120,8 +122,9 @@ class Transfer:
         Raises:
             TransferTimeout: not done within ``timeout`` seconds.
         """
+        limit = None if timeout is None else as_seconds(timeout)
         try:
-            self.result(timeout)
+            self.result(limit)
         except TransferTimeout:
             raise
         except Exception as error:
@@ -134,8 +137,7 @@ class Transfer:
         What the callback raises is logged to the logger ``streamlap``. Callbacks should be short:
         they wait for each other.
         """
-        if not callable(callback):
-            raise InvalidType(f"a callback is called; {callback!r} cannot be")
+        as_callable(callback, "callback")
         if self.done():
             watch.run_callback(callback, self)
             return
@@ -172,6 +174,10 @@ class Transfer:
         return self.result()
 
     # -- parts of the result
+
+    def __bool__(self) -> bool:
+        """Return True: a handle is there, whatever it has items."""
+        return True
 
     def __len__(self) -> int:
         """Return the number of items of a list, tuple or dict; TypeError for a single tensor."""
@@ -334,23 +340,16 @@ class Transfer:
 
     # -- for the pipelines
 
-    def parts(self) -> list[Part]:
-        """Return the native transfers, in order of issue."""
+    def _all_parts(self) -> list[Part]:
         return self._parts
 
-    def release_source(self) -> None:
-        """Let go of the source early: the caller has ordered every later use of its memory."""
-        self._return_borrowed()
-        for part in self._parts:
-            part.native.release_source()
-
-    def finish(self) -> None:
+    def _wait_done(self) -> None:
         """Block until the copy is done, let go of the source; raise what :meth:`result` would."""
         self._sync(None)
         self._finish()
         self._raise_modified()
 
-    def release_done(self) -> None:
+    def _release_done(self) -> None:
         """Let go of the source of a transfer that a stream was made to wait for."""
         if self.done():
             self._finish()
@@ -359,6 +358,7 @@ class Transfer:
         if stream is None:
             consumer = current_stream(part.place)
         elif not part.place.is_cuda and not isinstance(stream, _native.Stream):
+            check_stream(stream)
             consumer = None  # the copy is a host's; no device stream can wait for it
         else:
             consumer = as_stream(stream, part.place)
@@ -411,12 +411,3 @@ def _settled(native: _native.Transfer) -> bool:
         return native.done()
     except Exception:
         return True
-
-
-def as_seconds(timeout: float) -> float:
-    """Return a timeout that makes sense."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise InvalidType(f"timeout must be seconds, not {timeout!r}")
-    if not timeout >= 0:
-        raise InvalidArgument(f"timeout must not be negative, not {timeout}")
-    return float(timeout)
