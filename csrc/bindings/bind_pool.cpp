@@ -8,6 +8,7 @@
 
 #include "base/process.h"
 #include "bindings/types.h"
+#include "bindings/watch.h"
 
 namespace streamlap::bindings {
 namespace {
@@ -30,13 +31,11 @@ class PyBlock {
       static_cast<void>(block_.release());
       return;
     }
-    if (!current_streams_hook() || !block_->pool().runtime()->uses_device_memory()) return;
     try {
-      py::object answer = py::reinterpret_borrow<py::object>(current_streams_hook().get())();
-      for (py::handle entry : answer) {
-        auto [device, handle] = entry.cast<std::pair<int, std::uintptr_t>>();
-        block_->record_use({handle, device, StreamKind::compute});
-      }
+      const std::vector<PyStream> streams = current_streams(block_->pool().runtime());
+      if (streams.empty()) return;
+      GilRelease released;  // a driver call waits when a stream's queue is full
+      for (const PyStream& stream : streams) block_->record_use(stream.ref);
     } catch (...) {
       block_->condemn();
     }
@@ -84,13 +83,22 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
 }
 
 std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
+  CopyEngine& engine = *engine_of(pool.runtime());
   std::unique_ptr<PinnedBlock> block;
   wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
     const auto until = std::chrono::steady_clock::now() + slice;
-    while (!(block = pool.try_allocate(bytes)) && std::chrono::steady_clock::now() < until) {
+    for (;;) {
+      try {
+        block = pool.try_allocate(bytes);
+      } catch (const PoolExhausted&) {
+        // What nobody holds any more, but for a copy in flight, comes home by itself.
+        if (!Watch::instance().holding(engine)) {
+          block = pool.try_allocate(bytes);  // it may have come home just now
+        }
+      }
+      if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
-    return block != nullptr;
   });
   return std::make_unique<PyBlock>(std::move(block));
 }
@@ -116,6 +124,16 @@ py::dict stats(PinnedPool& pool) {
 }
 
 }  // namespace
+
+std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime) {
+  std::vector<PyStream> streams;
+  if (!current_streams_hook() || !runtime->uses_device_memory()) return streams;
+  py::object answer = py::reinterpret_borrow<py::object>(current_streams_hook().get())();
+  for (auto [device, handle] : answer.cast<std::vector<std::pair<int, std::uintptr_t>>>()) {
+    streams.push_back({runtime, {handle, device, StreamKind::compute}});
+  }
+  return streams;
+}
 
 void bind_pool(py::module_& module) {
   py::class_<PyBlock>(module, "Block", py::buffer_protocol())

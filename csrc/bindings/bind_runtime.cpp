@@ -227,6 +227,7 @@ void bind_runtime(py::module_& module) {
   module.def("cuda_reason", [] { return probe_cuda().reason; });
   module.def("shutdown", &shutdown);
   module.def("on_worker_thread", &on_worker_thread);
+  module.def("forked", &process::forked);
   module.def("ending", &process::ending);
   module.def("closing", &process::closing);
   module.def("enter", [] {

@@ -34,8 +34,28 @@ class PyTransfer {
     } catch (...) {
       // Whether its memory is out of use is for the engine to say.
     }
-    if (!done) Watch::instance().abandon(*engine_, std::move(transfer));
+    if (done) return;
+    if (open_) {
+      // Its last steps may be under way, or not: the end is what the stream has been given by now.
+      try {
+        engine_->complete(*transfer, *open_);
+      } catch (...) {
+        transfer->keep_for_ever();
+      }
+    }
+    try {
+      // The last user of what it holds may be a stream of this thread; nobody will ask it later.
+      for (const PyStream& stream : current_streams(engine_->runtime())) {
+        transfer->also_after(stream.ref);
+      }
+    } catch (...) {
+      transfer->keep_for_ever();
+    }
+    Watch::instance().abandon(*engine_, std::move(transfer));
   }
+
+  void set_open(StreamRef copy_stream) { open_ = copy_stream; }
+  void set_complete() { open_.reset(); }
 
   // A reference of the caller's own: it may use it without the interpreter's lock.
   std::shared_ptr<Transfer> get() const {
@@ -48,16 +68,8 @@ class PyTransfer {
  private:
   std::shared_ptr<CopyEngine> engine_;
   std::shared_ptr<Transfer> transfer_;
+  std::optional<StreamRef> open_;  // open-ended and not complete: the stream its last steps are on
 };
-
-std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime) {
-  static std::mutex mutex;
-  static auto* engines = new std::map<Runtime*, std::shared_ptr<CopyEngine>>();
-  std::lock_guard lock(mutex);
-  auto& slot = (*engines)[runtime.get()];
-  if (!slot) slot = std::make_shared<CopyEngine>(runtime);
-  return slot;
-}
 
 using PyItem = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size_t, py::object>;
 
@@ -70,7 +82,8 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
                                    const py::object& keep_destination) {
   TransferRequest request;
   request.device = device;
-  request.direction = to_device ? Direction::to_device : Direction::to_host;
+  const Direction request_direction = to_device ? Direction::to_device : Direction::to_host;
+  request.direction = request_direction;
   request.items.reserve(items.size());
   for (const auto& [dst, src, bytes, element, body] : items) {
     request.items.push_back({reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src),
@@ -88,7 +101,11 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
     GilRelease released;
     transfer = engine->submit(std::move(request));
   }
-  return std::make_unique<PyTransfer>(engine, std::move(transfer));
+  auto made = std::make_unique<PyTransfer>(engine, std::move(transfer));
+  if (open_ended) {
+    made->set_open(engine->copy_stream(device, request_direction));
+  }
+  return made;
 }
 
 // Blocks until the copies are issued, so that a stream can be made to wait for them.
@@ -103,6 +120,15 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
 }
 
 }  // namespace
+
+std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime) {
+  static std::mutex mutex;
+  static auto* engines = new std::map<Runtime*, std::shared_ptr<CopyEngine>>();
+  std::lock_guard lock(mutex);
+  auto& slot = (*engines)[runtime.get()];
+  if (!slot) slot = std::make_shared<CopyEngine>(runtime);
+  return slot;
+}
 
 void bind_transfer(py::module_& module) {
   py::class_<PyTransfer>(module, "Transfer")
@@ -165,10 +191,13 @@ void bind_transfer(py::module_& module) {
            py::arg("from_host_stream") = false, py::arg("finish") = py::none(),
            py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"))
       .def("complete",
-           [](CopyEngine& self, const PyTransfer& transfer, const PyStream& stream) {
+           [](CopyEngine& self, PyTransfer& transfer, const PyStream& stream) {
              auto target = transfer.get();
-             GilRelease released;
-             self.complete(*target, stream.ref);
+             {
+               GilRelease released;
+               self.complete(*target, stream.ref);
+             }
+             transfer.set_complete();
            })
       .def(
           "copy_stream",
@@ -185,6 +214,7 @@ void bind_transfer(py::module_& module) {
       });
 
   module.def("engine", &engine_of);
+  module.def("watch_post", [](const py::object& token) { Watch::instance().post(share(token)); });
   module.def("watch_next", [] { return Watch::instance().next(); });
   module.def(
       "plan_chunks",

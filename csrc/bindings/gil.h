@@ -50,7 +50,11 @@ class GilAcquire {
     if (interpreter_ending()) park_thread();
     state_ = PyGILState_Ensure();
   }
-  ~GilAcquire() { PyGILState_Release(state_); }
+  // Python ends a worker by unwinding it when the interpreter goes down in the middle of its work.
+  ~GilAcquire() {
+    if (interpreter_ending()) park_thread();
+    PyGILState_Release(state_);
+  }
   GilAcquire(const GilAcquire&) = delete;
   GilAcquire& operator=(const GilAcquire&) = delete;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "bindings/gil.h"
 #include "runtime/runtime.h"
@@ -21,5 +22,11 @@ struct PyEvent {
 };
 
 const char* kind_name(StreamKind kind);
+
+// torch's current streams on the devices in use; none for a runtime without device memory.
+std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime);
+
+// The one engine of a runtime; it lives to the end.
+std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime);
 
 }  // namespace streamlap::bindings

@@ -19,6 +19,20 @@ void Watch::add(std::shared_ptr<Transfer> transfer, SharedObject token) {
   changed_.notify_one();
 }
 
+void Watch::post(SharedObject token) {
+  {
+    std::lock_guard lock(mutex_);
+    posted_.push_back(std::move(token));
+  }
+  changed_.notify_one();
+}
+
+bool Watch::holding(CopyEngine& engine) {
+  if (engine.reap() > 0) return true;
+  std::lock_guard lock(mutex_);
+  return dropping_ || !dropped_.empty();
+}
+
 void Watch::abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer) {
   engine.abandon(std::move(transfer));
   {
@@ -76,12 +90,15 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
   for (Watched& item : watched) watched_.push_back(std::move(item));
   in_flight_ = in_flight > 0;
   dropped.swap(dropped_);
+  dropping_ = !dropped.empty();
+  for (SharedObject& token : posted_) tokens.push_back(std::move(token));
+  posted_.clear();
   return stop || !tokens.empty() || !dropped.empty();
 }
 
 void Watch::wait(std::chrono::microseconds& nap) {
   std::unique_lock lock(mutex_);
-  if (stopped_ || !dropped_.empty()) return;
+  if (stopped_ || !dropped_.empty() || !posted_.empty()) return;
   if (watched_.empty() && !in_flight_) {
     nap = std::chrono::microseconds(100);
     changed_.wait(
@@ -105,6 +122,10 @@ py::object Watch::next() {
     stop = stopped_;
   }
   for (PyObject* object : dropped) Py_DECREF(object);
+  {
+    std::lock_guard lock(mutex_);
+    dropping_ = false;
+  }
   if (stop && tokens.empty()) return py::none();
   py::list answer;
   for (const SharedObject& token : tokens) answer.append(py::handle(token.get()));

@@ -20,6 +20,11 @@ class Watch {
 
   // `token` is returned by next() once the transfer is done, with or without an error.
   void add(std::shared_ptr<Transfer> transfer, SharedObject token);
+  // `token` is returned by next() as soon as it can be.
+  void post(SharedObject token);
+  // True while something that is on its way out still holds memory: abandoned transfers in flight
+  // (of this engine), and references yet to be dropped.
+  bool holding(CopyEngine& engine);
   void abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer);
   void drop_later(PyObject* object) noexcept;
   // Blocks (lock released) until something is done: the tokens, perhaps none. None after stop().
@@ -38,7 +43,9 @@ class Watch {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Watched> watched_;
+  std::vector<SharedObject> posted_;
   std::vector<PyObject*> dropped_;
+  bool dropping_ = false;             // next() is letting go of some right now
   std::vector<CopyEngine*> engines_;  // that ever had a transfer abandoned; they live to the end
   bool abandoned_ = false;            // something was abandoned since the last look
   bool stopped_ = false;

@@ -102,7 +102,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     try {
       end_failed(*transfer, lane, late);
     } catch (...) {
-      process::require_usable();
+      transfer->keep_for_ever();
     }
     abandon(transfer);
     throw;
@@ -195,17 +195,9 @@ std::size_t CopyEngine::reap() {
   {
     std::lock_guard lock(mutex_);
     std::erase_if(abandoned_, [&](std::shared_ptr<Transfer>& transfer) {
-      bool over = false;
-      try {
-        over = transfer->done();
-      } catch (const Error& error) {
-        // With the context lost there is no telling what the device still does: kept for ever.
-        over = error.kind() != ErrorKind::sticky;
-      } catch (...) {
-        over = true;
-      }
-      if (over) finished.push_back(std::move(transfer));
-      return over;
+      if (!transfer->over()) return false;
+      finished.push_back(std::move(transfer));
+      return true;
     });
     left = abandoned_.size();
   }

@@ -9,6 +9,7 @@ constexpr Site site_issued{"transfer.issued"};
 constexpr Site site_done{"transfer.done"};
 constexpr Site site_leaf{"transfer.leaf"};
 constexpr Site site_chunk{"transfer.chunk"};
+constexpr Site site_abandoned{"transfer.abandoned_after_current_streams"};
 constexpr Site site_consumer{"transfer.consumer_waits"};
 
 }  // namespace
@@ -75,6 +76,27 @@ std::pair<double, double> Transfer::interval() {
     return {unknown, unknown};
   }
   return {runtime_->event_time(*begin_), runtime_->event_time(*end_)};
+}
+
+void Transfer::also_after(StreamRef stream) {
+  EventPtr event = runtime_->event_create(stream.device);
+  runtime_->event_record(*event, stream, site_abandoned);
+  also_after_.push_back(std::move(event));
+}
+
+bool Transfer::over() noexcept {
+  if (kept_for_ever_) return false;
+  try {
+    for (const EventPtr& event : also_after_) {
+      if (!runtime_->event_query(*event)) return false;
+    }
+    return done();
+  } catch (const Error& error) {
+    // With the context lost there is no telling what the device still does.
+    return error.kind() != ErrorKind::sticky;
+  } catch (...) {
+    return true;
+  }
 }
 
 void Transfer::release_source() {

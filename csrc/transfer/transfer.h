@@ -54,6 +54,13 @@ class Transfer {
   // Lets go of both ends; done() must be true.
   void release_all();
 
+  // For an abandoned transfer: both ends also live until `stream` has passed what it has by now.
+  void also_after(StreamRef stream);
+  // Never lets go: there is no telling what still uses the ends.
+  void keep_for_ever() noexcept { kept_for_ever_ = true; }
+  // done(), and everything of also_after() too. What the work failed with is not thrown.
+  bool over() noexcept;
+
  private:
   friend class CopyEngine;
 
@@ -70,6 +77,8 @@ class Transfer {
   bool waits_on_host_ = false;
   bool whole_only_ = false;  // a last step follows the copies: no leaf is ready before end_
   std::atomic<bool> done_{false};
+  std::atomic<bool> kept_for_ever_{false};
+  std::vector<EventPtr> also_after_;
   std::mutex mutex_;  // guards the two below
   std::shared_ptr<void> source_;
   std::shared_ptr<void> destination_;

@@ -13,7 +13,7 @@ import torch
 import torch.utils.dlpack
 from torch.utils import _pytree
 
-from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
+from streamlap.errors import CaptureError, InvalidArgument, InvalidType, UnsupportedTensor
 
 Tree = Any
 """A tensor or array, or lists, tuples, dicts, ... of them, as torch's pytree has it."""
@@ -52,6 +52,8 @@ def as_source(leaf: object) -> Source | None:
         return None
     if hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__"):
         # The exporter orders torch's current stream after its own, without a host wait.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError("an array of another library inside CUDA graph capture")
         try:
             return Source(torch.utils.dlpack.from_dlpack(leaf), _module(leaf) == "cupy", None)
         except Exception as error:

@@ -127,6 +127,8 @@ def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
 @functools.lru_cache(maxsize=256)
 def external_stream(handle: int, index: int) -> torch.cuda.Stream:
     """Return a stream that torch did not make, as one of torch's."""
+    if handle in (0, 1):  # torch takes 0 for "none given" and hands out one of its pool
+        return torch.cuda.default_stream(index)
     return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
 
 

@@ -305,14 +305,14 @@ def require_no_capture(stream: _native.Stream | None, operation: str) -> None:
         )
 
 
-def _streams_in_use() -> list[tuple[int, int]]:
+def streams_in_use() -> list[tuple[int, int]]:
     """Return torch's current stream on each device in use: who may still use a dying block."""
     if not cuda_in_use():
         return []
     return [(index, current_handle(index)) for index in cuda_runtime().active_devices()]
 
 
-_native.set_current_streams_hook(_streams_in_use)
+_native.set_current_streams_hook(streams_in_use)
 
 
 def devices() -> list[Device]:
@@ -347,7 +347,7 @@ def synchronize(device: str | int | torch.device | None = None) -> None:
         place = place_of(parse_device(device))
         place.runtime.synchronize(place.index)
         return
-    for index, _handle in _streams_in_use():
+    for index, _handle in streams_in_use():
         torch.cuda.synchronize(index)
     host = host_runtime()
     for index in range(_MAX_LOGICAL):

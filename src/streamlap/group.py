@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from streamlap import _native
 from streamlap.arrays import Tree
 from streamlap.batch import Part
 from streamlap.checks import as_callable, as_seconds
@@ -45,7 +46,7 @@ class Slot:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for callback in callbacks:
-            callback()
+            _native.watch_post(callback)  # not here: this may be a worker in its work
 
     @property
     def filled(self) -> bool:
@@ -61,6 +62,7 @@ class Slot:
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until the item is issued, or will never be; False when the time is over."""
+        _native.require_usable()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.filled:
             # In slices, so that Ctrl-C is seen.
@@ -105,7 +107,7 @@ class Slot:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for callback in callbacks:
-            callback()
+            _native.watch_post(callback)
 
 
 class TransferGroup(Transfer):
@@ -145,6 +147,7 @@ class TransferGroup(Transfer):
         self._read_source(stream)
 
     def done(self) -> bool:
+        _native.require_usable()
         for slot in self._slots:
             if not slot.filled:
                 return False

@@ -58,6 +58,10 @@ class Control:
         """Whether nothing more should be issued."""
         return self._error is not None or _native.ending()
 
+    def forget(self) -> None:
+        """Keep no error, whose traceback leads back to the call's arguments."""
+        self._error = Stopped("the pipeline was stopped")
+
     def check(self) -> None:
         """Raise what stopped the pipeline."""
         if self._error is not None:
@@ -216,21 +220,26 @@ class HostLane(Lane):
     ) -> None:
         super().__init__(job, outs, control)
         self.slots = [Slot() for _ in range(n)]
+        self._started = False
         self._modes = modes
         self._compute = compute_stream(job.place)
 
     def start(self) -> None:
         if self.slots:
-            self._compute.launch(lambda: self._step(0))
+            self._launch(0)
+            self._started = True
 
     def read_source(self, stream: StreamLike) -> None:
         del stream  # every item is computed once its slot is filled, and the worker has read x then
 
     def fail(self, error: BaseException) -> None:
-        if not isinstance(error, KeyboardInterrupt) and not _native.ending():
+        if self._started and not isinstance(error, KeyboardInterrupt) and not _native.ending():
             for slot in self.slots:  # the worker fills every slot, with the error after a stop
                 slot.settle()
         super().fail(error)
+
+    def _launch(self, index: int) -> None:
+        self._compute.launch(lambda: self._step(index))
 
     def _compute_and_copy(self, index: int) -> Transfer:
         try:
@@ -240,27 +249,28 @@ class HostLane(Lane):
             raise
 
     def _step(self, index: int) -> None:
+        """Compute an item and launch the next; nothing may leave it, or the worker stops for all."""
         if _native.ending():
             return  # nobody is left to deliver to
         try:
             self._control.check()
             if index >= self._job.depth:
                 self._retire(index - self._job.depth)
-            transfer = self._modes.run(self._compute_and_copy, index)
+            self.slots[index].fill(self._modes.run(self._compute_and_copy, index))
+            if index + 1 < len(self.slots):
+                self._wait_for_room(index + 1)
+                self._launch(index + 1)
         except BaseException as error:
             self._control.stop(error)
-            self._drain()
-            for slot in self.slots[index:]:
-                slot.fill(None, error)
-            for slot in self.slots[:index]:
+            with contextlib.suppress(BaseException):
+                self._drain()
+            for slot in self.slots:
                 slot.revoke(error)
-            return
-        self.slots[index].fill(transfer)
-        following = index + 1
-        if following < len(self.slots):
-            if following >= self._job.depth:
-                earlier = self.slots[following - self._job.depth].transfer
-                if earlier is not None:
-                    earlier.wait(self._compute)
-                    self._compute.reset_error()  # its own result() tells; the next step must run
-            self._compute.launch(lambda: self._step(following))
+
+    def _wait_for_room(self, index: int) -> None:
+        """Let the worker wait until the copy of the item ``depth`` before is done."""
+        earlier = self.slots[index - self._job.depth].transfer if index >= self._job.depth else None
+        if earlier is not None:
+            with contextlib.suppress(Exception):  # whoever asks for that item is told
+                earlier.wait(self._compute)
+            self._compute.reset_error()

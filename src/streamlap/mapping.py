@@ -66,7 +66,7 @@ def map_items(
         raise
     finally:
         control.stop()
-        if wait_for_rest and not _native.ending():
+        if wait_for_rest and not _native.ending() and not _native.forked():
             for slot in window:
                 slot.settle()
                 if slot.transfer is not None:

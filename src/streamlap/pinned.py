@@ -59,6 +59,7 @@ class PinnedPool:
         return cuda_runtime() if torch.cuda.is_available() and not cuda_reason() else host_runtime()
 
     def _pool(self) -> _native.Pool:
+        _native.require_usable()
         if self._native is None:
             with self._lock:
                 if self._native is None:
@@ -82,7 +83,7 @@ class PinnedPool:
         ``stride``, in elements, must be dense and without overlap; None: contiguous.
         """
         if count == 0:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             return tensor if stride is None else tensor.as_strided(shape, stride)
         block = self._allocate(count * dtype.itemsize)
         flat = torch.frombuffer(block, dtype=dtype, count=count)

@@ -97,11 +97,11 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
                 break
         slot.fill(None, error or _Finished())
 
-    for lane in workers:
-        slot = Slot()
-        slots.append(slot)
-        compute_stream(checked[lane][2]).launch(functools.partial(work, lane, slot))
     try:
+        for lane in workers:
+            slot = Slot()
+            compute_stream(checked[lane][2]).launch(functools.partial(work, lane, slot))
+            slots.append(slot)
         with torch.no_grad():
             for index in range(count):
                 for lane in inline:
@@ -118,6 +118,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
         if not isinstance(error, KeyboardInterrupt):
             for slot in slots:
                 slot.settle()  # the item that a worker is at is finished, nothing runs on
+        control.forget()
         raise
     return results
 
@@ -218,6 +219,7 @@ def pipelined_run(
         control.stop(error)
         for lane in lanes:
             lane.fail(error)
+        control.forget()
         raise
     return results if many else results[0]
 

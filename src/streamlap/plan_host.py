@@ -27,6 +27,7 @@ from streamlap.devices import (
     current_stream,
     place_of,
     require_no_capture,
+    streams_in_use,
 )
 from streamlap.pinned import PinnedPool, pool_for
 
@@ -64,6 +65,9 @@ def plan_to_cpu(
         ignored = on_device and not place.is_cuda and not isinstance(stream, _native.Stream)
         streams[place] = None if ignored else _producer(stream, place)
         require_no_capture(streams[place], "to_cpu()")
+        if place.is_cuda and any(out is not None for out in checked):
+            for index, handle in streams_in_use():
+                require_no_capture(place.runtime.adopt(index, handle), "to_cpu(out=...)")
 
     for place, indices in groups.items():
         producer = streams[place]
@@ -86,9 +90,12 @@ def plan_to_cpu(
                     _add_to_cpu(batches, index, copied, stage, source, pin, place, borrowed)
         after = [] if producer is None else [producer]
         if place.is_cuda and any(checked[index] is not None for index in indices):
-            current = current_stream(place)
-            if current is not None and producer is not None and current.handle != producer.handle:
-                after.append(current)
+            # Whoever reads the destinations so far: copies to any device, on its current stream.
+            after += [
+                place.runtime.adopt(index, handle)
+                for index, handle in streams_in_use()
+                if producer is None or (index, handle) != (producer.device, producer.handle)
+            ]
         for path, batch in batches.items():
             planned.parts.append(submit_batch(batch, path, place, False, after, chunk_bytes))
         planned.borrowed += borrowed
@@ -144,6 +151,8 @@ def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
     # A stream of another device: what is packed here must be made on this device, after it.
     current = current_stream(place)
     assert current is not None
+    require_no_capture(producer, "to_cpu()")
+    require_no_capture(current, "to_cpu()")
     current.wait(producer.record())
     return current
 
@@ -216,7 +225,7 @@ def _destination(
     stride = like.stride()
     if pin is False:
         return Copied(
-            torch.empty_strided(tensor.shape, stride, dtype=wanted), source.as_numpy
+            torch.empty_strided(tensor.shape, stride, dtype=wanted, device="cpu"), source.as_numpy
         ), None
     carved = small.take(tensor.shape, wanted, stride)
     if carved is None:

@@ -42,6 +42,7 @@ class ProductLane(InlineLane):
         except BaseException as error:
             self._control.stop(error)
             self.fail(error)
+            self._control.forget()
             raise
 
     def issue(self, index: int) -> None:

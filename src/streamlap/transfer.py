@@ -18,6 +18,7 @@ from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
 from streamlap.batch import Copied, Part
 from streamlap.checks import as_callable, as_seconds
 from streamlap.devices import (
+    Place,
     StreamLike,
     as_stream,
     check_stream,
@@ -86,7 +87,7 @@ class Transfer:
         """
         self._raise_error()
         for part in self._parts:
-            self._order(part, self._consumer(part, stream))
+            self._order(part, self._consumer(part.place, stream))
         return self._value() if self._to_device else None
 
     def wait_source(self, stream: StreamLike = None) -> None:
@@ -354,23 +355,25 @@ class Transfer:
         if self.done():
             self._finish()
 
-    def _consumer(self, part: Part, stream: StreamLike) -> _native.Stream | None:
+    def _consumer(self, place: Place, stream: StreamLike) -> _native.Stream | None:
         if stream is None:
-            consumer = current_stream(part.place)
-        elif not part.place.is_cuda and not isinstance(stream, _native.Stream):
+            consumer = current_stream(place)
+        elif not place.is_cuda and not isinstance(stream, _native.Stream):
             check_stream(stream)
             consumer = None  # the copy is a host's; no device stream can wait for it
         else:
-            consumer = as_stream(stream, part.place)
+            consumer = as_stream(stream, place)
         require_no_capture(consumer, "wait()")
         return consumer
 
     def _writer(self, part: Part, stream: StreamLike) -> _native.Stream | None:
         if stream is None and not part.source_on_device:
             return None
-        if stream is None:
-            return current_stream(part.source_place)
-        return self._consumer(part, stream)
+        if stream is not None:
+            return self._consumer(part.source_place, stream)
+        writer = current_stream(part.source_place)
+        require_no_capture(writer, "wait_source()")
+        return writer
 
     def _value(self) -> Tree:
         values = [leaf.value() if isinstance(leaf, Copied) else leaf for leaf in self._leaves]

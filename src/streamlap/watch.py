@@ -59,7 +59,9 @@ def run_callback(callback: Callable[..., object], *args: Any) -> None:
     """Call back; what it raises is logged, as there is nobody to raise it to."""
     try:
         callback(*args)
-    except Exception:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not _thread:
+            raise  # meant for the thread that happens to call
         logging.getLogger("streamlap").exception("a done callback raised")
 
 
