@@ -165,6 +165,14 @@ ENDS = {
         0,
         None,
     ),
+    "fn_never_ends": (
+        "inside = threading.Event()\n"
+        "def fn(y):\n    inside.set()\n    while True:\n        time.sleep(0.01)\n"
+        "t = streamlap.pipelined_run(torch.ones(2, 2), n=2, fn=fn, wait=False)\n"
+        "inside.wait()\nsys.exit(5)",
+        5,
+        None,
+    ),
     "thread_works_on": (
         "def go():\n    results = streamlap.pipelined_run(big, n=10)\n"
         "    os._exit(5 if len(results) == 10 else 6)\n"
@@ -313,6 +321,43 @@ assert torch.equal(streamlap.pipelined_run(x, n=2)[1], x.mm(x))
     for _ in range(REPEATS):
         ended = server.run(script("cpu", code), timeout=20)
         assert (ended.status, ended.err) == (0, ""), ended
+
+
+def test_a_child_forked_from_a_pipeline_does_not_hang(server):
+    code = (
+        CHILD.format(end="sys.exit(0)")
+        + """
+generator = streamlap.pipelined_map(lambda y: y.mm(y), [x] * 20)
+next(generator)
+group = streamlap.pipelined_run(big, n=30, wait=False)
+pool = streamlap.PinnedPool("1MiB")
+pool.stats()
+def body():
+    global generator, group
+    for call in (
+        lambda: next(generator),
+        lambda: group[29],
+        lambda: group.done(),
+        lambda: group.add_done_callback(print),
+        lambda: pool.stats(),
+        lambda: streamlap.PinnedPool().stats(),
+    ):
+        try:
+            call()
+        except streamlap.ForkedProcess:
+            pass
+        else:
+            raise AssertionError(call)
+    generator = group = None
+    gc.collect()
+status = in_child(body)
+assert status == 0, status
+assert len(group.result()) == 30
+assert len(list(generator)) == 19
+"""
+    )
+    ended = server.run(script("cpu", code), timeout=40)
+    assert (ended.status, ended.err) == (0, ""), ended
 
 
 def test_a_fork_before_use_works_in_both(server):

@@ -24,7 +24,7 @@ from helpers.streams import (
 )
 
 import streamlap
-from streamlap import to_cpu, to_device
+from streamlap import _native, to_cpu, to_device
 from streamlap.devices import compute_stream, place_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -886,3 +886,64 @@ def test_the_destination_of_a_dropped_to_device_is_not_reused(where):
         assert eventually(lambda: engine_of(where).abandoned() == 0)
         finish_all(where)
         assert bool((other == -7).all())
+
+
+# -- streams and captures that are easy to get wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["source_strided", "dtype", "source_strided_pin_false"])
+def test_the_default_stream_is_the_producer_while_another_is_current(name):
+    """torch takes the handle 0 for "no stream given"; packing belongs on the default stream."""
+    where = "cuda:0"
+    case = Case(where, **CASES[name])
+    other, default = side(where, "producer"), torch.cuda.default_stream()
+    native = _native.cuda_runtime().adopt(0, 0)
+    with other.current():
+        case.start(default).result()
+    value = random_numbers(case.sources[0].shape, where=where)
+    case.sources[0].copy_(value)
+    poison(case.bases[0])
+    finish_all(where)
+    gate = native.gate()
+    case.sources[0].copy_(value)
+    with other.current():
+        transfer = case.start(default)
+    assert is_held(transfer)
+    gate.open()
+    assert same_tree(transfer.result(), case.expected([value]))
+
+
+@pytest.mark.gpu
+def test_every_call_refuses_a_capture_and_leaves_it_good():
+    where = "cuda:0"
+    x = random_numbers((32, 32), where=where)
+    y = torch.empty_like(x)
+    out = streamlap.empty_pinned((32, 32))
+    before = to_cpu(x)
+    before.result()
+    flying = to_cpu(x)
+    other = side(where, "consumer")
+    to_cpu(x, out=out, stream=other.stream).result()
+    to_device(out, where).result()
+    finish_all(where)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(x)
+        for call in (
+            lambda: to_cpu(x),
+            lambda: to_cpu(x, out=out, stream=other.stream),
+            lambda: to_device(out, where),
+            lambda: flying.wait(),
+            lambda: flying.wait_source(),
+            lambda: streamlap.pipelined_run(x, n=2),
+            lambda: next(streamlap.pipelined_map(lambda item: item + 1, [x])),
+        ):
+            with pytest.raises(streamlap.CaptureError):
+                call()
+        y.add_(1)
+    graph.replay()
+    finish_all(where)
+    assert torch.equal(y, x + 1)
+    assert torch.equal(flying.result(), x.cpu())
+    assert torch.equal(to_cpu(x, out=out).result(), x.cpu())

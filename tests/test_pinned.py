@@ -319,3 +319,12 @@ def test_no_context_on_a_device_that_was_not_asked_for():
         "assert torch.cuda.current_device() == 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_a_block_in_flight_is_waited_for_although_nobody_holds_it():
+    """Dropped handles: the engine holds their blocks until the copies are done."""
+    pool = streamlap.PinnedPool("20MiB")
+    x = torch.ones(16 << 20, dtype=torch.uint8)
+    for _ in range(20):
+        streamlap.to_cpu(x, pool=pool)
+    assert bool((streamlap.to_cpu(x, pool=pool).result() == 1).all())

@@ -1,5 +1,6 @@
 """pipelined_run, run and parallel_run: results, counts, bounds, errors, overlap, modes."""
 
+import contextlib
 import contextvars
 import gc
 import threading
@@ -850,3 +851,98 @@ def test_a_capture_is_refused_and_stays_good():
     graph.replay()
     torch.cuda.synchronize()
     assert same_bits(y, x.mm(x))
+
+
+# -- faults that stopped a worker for everybody
+
+
+def uncopyable(x):
+    """A result whose copy fails on the worker: torch has no strided copy of one-bit integers."""
+    return torch.empty(8, 6, dtype=torch.int1)[:, ::2]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_copy_that_fails_stops_nothing_else(wait):
+    for depth in (1, 2, 4):
+        with contextlib.suppress(NotImplementedError):
+            results = pipelined_run(torch.ones(2, 2), n=10, fn=uncopyable, depth=depth, wait=wait)
+            assert not wait
+            assert isinstance(results.exception(), NotImplementedError)
+    x = random_numbers((16, 16))
+    assert same_tree(pipelined_run(x, n=5), [x.mm(x)] * 5)
+
+
+def test_a_lane_that_cannot_start_gives_its_error(monkeypatch):
+    from streamlap import lanes
+
+    real, started = lanes.HostLane._launch, []
+
+    def launch(lane, index):
+        if index == 0:
+            started.append(lane)
+            if len(started) == 2:
+                raise RuntimeError("no thread to be had")
+        real(lane, index)
+
+    monkeypatch.setattr(lanes.HostLane, "_launch", launch)
+    x = random_numbers((8, 8))
+    with pytest.raises(RuntimeError, match="no thread"):
+        pipelined_run([x, x, x], n=5)
+    monkeypatch.undo()
+    assert same_tree(pipelined_run(x, n=2), [x.mm(x)] * 2)
+
+
+def test_a_groups_callback_runs_on_no_worker():
+    """It may use the library: on the compute worker that would wait for itself."""
+    names, found = [], []
+    x = random_numbers((8, 8))
+    done = threading.Event()
+    begin = threading.Event()
+
+    def fn(x):
+        assert begin.wait(PATIENCE)
+        return x.mm(x)
+
+    def callback(handle):
+        names.append(threading.current_thread().name)
+        found.append(pipelined_run(x, n=2))
+        done.set()
+
+    handle = pipelined_run(x, n=3, fn=fn, wait=False)
+    handle.add_done_callback(callback)
+    begin.set()
+    assert done.wait(PATIENCE)
+    assert names == ["streamlap-callbacks"]
+    assert same_tree(found[0], [x.mm(x)] * 2)
+    handle.result()
+
+
+def test_the_default_device_does_not_matter(where):
+    x = random_numbers((8, 8), where=where)
+    expected = x.mm(x).cpu()
+    torch.set_default_device("meta")
+    try:
+        results = [*pipelined_run(x, n=2, pin=False), streamlap.to_cpu(x[::2], pin=False).result()]
+        empty = streamlap.empty_pinned(0)
+    finally:
+        torch.set_default_device(None)
+    assert all(result.device.type == "cpu" for result in [*results, empty])
+    assert same_tree(results, [expected, expected, x[::2].cpu()])
+
+
+def test_a_failed_pipeline_keeps_nothing_of_its_arguments():
+    x = random_numbers((8, 8))
+    seen = weakref.ref(x)
+
+    def fn(x):
+        raise ArithmeticError
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ArithmeticError):
+            pipelined_run(x, n=3, fn=fn)
+        del x
+        assert eventually(lambda: seen() is None, 2.0)
+    finally:
+        gc.enable()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import random_bits, same_bits, same_tree
-from helpers.streams import CopySide, eventually, finish_all, is_held
+from helpers.streams import PATIENCE, CopySide, eventually, finish_all, is_held
 
 import streamlap
-from streamlap import Transfer, copy_to_cpu, to_cpu, to_device
+from streamlap import Transfer, _native, copy_to_cpu, to_cpu, to_device
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -684,3 +684,22 @@ def test_a_device_that_is_not_here(device):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         to_device(random_bits(3), device)
     assert isinstance(caught.value, streamlap.StreamlapError)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_no_callback_ends_the_callback_thread(error, caplog):
+    first, second = threading.Event(), threading.Event()
+
+    def raises(transfer):
+        first.set()
+        raise error
+
+    stream = _native.host_runtime().stream(0, "compute")
+    for callback, event in ((raises, first), (lambda transfer: second.set(), second)):
+        gate = stream.gate()
+        transfer = to_cpu(torch.ones(3), stream=stream)
+        transfer.add_done_callback(callback)
+        gate.open()
+        assert event.wait(PATIENCE)
+        transfer.result()
+    caplog.clear()  # its records keep the traceback, and that the transfer

@@ -101,8 +101,9 @@ void Watch::wait(std::chrono::microseconds& nap) {
   if (stopped_ || !dropped_.empty() || !posted_.empty()) return;
   if (watched_.empty() && !in_flight_) {
     nap = std::chrono::microseconds(100);
-    changed_.wait(
-        lock, [this] { return stopped_ || abandoned_ || !dropped_.empty() || !watched_.empty(); });
+    changed_.wait(lock, [this] {
+      return stopped_ || abandoned_ || !dropped_.empty() || !watched_.empty() || !posted_.empty();
+    });
   } else {
     changed_.wait_for(lock, nap);
     nap = std::min(nap * 2, std::chrono::microseconds(1000));

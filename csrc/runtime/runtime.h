@@ -152,7 +152,8 @@ struct CudaProbe {
   std::string reason;  // empty when devices > 0
 };
 
-// Implemented by csrc/host and csrc/cuda; a build without CUDA links runtime/no_cuda.cpp instead.
+// Implemented by csrc/host and csrc/cuda; in a build without CUDA
+// runtime/no_cuda.cpp answers instead.
 std::shared_ptr<Runtime> make_host_runtime();
 std::shared_ptr<Runtime> make_cuda_runtime();  // throws Error with CudaProbe::reason
 CudaProbe probe_cuda();

@@ -31,11 +31,13 @@ class Source:
         tensor: the data as a plain tensor, on its device, without history.
         as_numpy: the result is given back as a NumPy array (NumPy and CuPy sources).
         version: the version counter of the caller's tensor at the call; None if it has none.
+        library: whose array it is; its current stream is where the caller writes to it.
     """
 
     tensor: torch.Tensor
     as_numpy: bool
     version: int | None
+    library: str = "torch"
 
 
 def as_source(leaf: object) -> Source | None:
@@ -52,15 +54,21 @@ def as_source(leaf: object) -> Source | None:
         return None
     if hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__"):
         # The exporter orders torch's current stream after its own, without a host wait.
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if _capturing():
             raise CaptureError("an array of another library inside CUDA graph capture")
         try:
-            return Source(torch.utils.dlpack.from_dlpack(leaf), _module(leaf) == "cupy", None)
+            library = _module(leaf)
+            return Source(torch.utils.dlpack.from_dlpack(leaf), library == "cupy", None, library)
         except Exception as error:
             raise UnsupportedTensor(
                 f"{type(leaf).__name__} gives torch no data: {error}"
             ) from error
     return None
+
+
+def _capturing() -> bool:
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(initialized and torch.cuda.is_current_stream_capturing())
 
 
 def source_of(tensor: torch.Tensor) -> Source:
@@ -181,17 +189,32 @@ def _shared(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Return the positions of two tensors that share memory, or None."""
+    return overlap_between(tensors, None)
+
+
+def overlap_between(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None
+) -> tuple[int, int] | None:
+    """Return the positions of a tensor and one of ``others`` that share memory, or None.
+
+    Without ``others``: of two of ``tensors``. One sweep over the sorted ranges of addresses.
+    """
     spans = sorted(
-        (str(tensor.device), *span(tensor), index)
-        for index, tensor in enumerate(tensors)
+        (str(tensor.device), *span(tensor), kind, index)
+        for kind, group in enumerate((tensors, others or ()))
+        for index, tensor in enumerate(group)
         if tensor.numel()
     )
-    for position, (device, _begin, end, index) in enumerate(spans):
-        for other_device, other_begin, _other_end, other in spans[position + 1 :]:
+    groups = (tensors, others or ())
+    for position, (device, _begin, end, kind, index) in enumerate(spans):
+        for other_device, other_begin, _end, other_kind, other in spans[position + 1 :]:
             if other_device != device or other_begin >= end:
                 break
-            if device != "cpu" or _shared(tensors[index], tensors[other]):
-                return index, other
+            if others is not None and kind == other_kind:
+                continue
+            first, second = groups[kind][index], groups[other_kind][other]
+            if device != "cpu" or _shared(first, second):
+                return (index, other) if kind <= other_kind else (other, index)
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from streamlap import _native
-from streamlap.arrays import Source, as_destination, check_matches, overlapping
+from streamlap.arrays import Source, as_destination, check_matches, overlap_between, overlapping
 from streamlap.devices import Place, current_stream
 from streamlap.errors import InvalidArgument
 
@@ -174,10 +174,10 @@ def checked_outs(
         if pair is not None:
             first, second = (given[position][0] for position in pair)
             raise InvalidArgument(f"out[{first}] and out[{second}] overlap in memory")
-        for index, tensor in given:
-            for source in sources:
-                if source is not None and overlapping([tensor, source.tensor]) is not None:
-                    raise InvalidArgument(f"out[{index}] overlaps a source in memory")
+        read = [source.tensor for source in sources if source is not None]
+        pair = overlap_between([tensor for _, tensor in given], read)
+        if pair is not None:
+            raise InvalidArgument(f"out[{given[pair[0]][0]}] overlaps a source in memory")
     return checked
 
 

@@ -17,7 +17,8 @@ class Benchmark:
     Attributes:
         seconds: the time, once the block has ended.
 
-    Nothing is printed when the block raises.
+    Nothing is printed when the block raises. Raises what :func:`streamlap.synchronize` raises. One
+    object times one block at a time.
     """
 
     def __init__(self, description: str = "Done") -> None:

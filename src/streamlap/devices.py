@@ -316,7 +316,11 @@ _native.set_current_streams_hook(streams_in_use)
 
 
 def devices() -> list[Device]:
-    """Return the devices of this machine: its GPUs, then the CPU's logical devices in use."""
+    """Return the devices of this machine: its GPUs, then the CPU's logical devices in use.
+
+    Raises:
+        DeviceError: there is a GPU, but it cannot be used. Thread-safe.
+    """
     found = []
     if not cuda_reason():
         for index in range(cuda_runtime().device_count):

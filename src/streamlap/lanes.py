@@ -17,7 +17,14 @@ import torch
 from streamlap import _native
 from streamlap.arrays import as_destination, as_source, check_matches, flatten
 from streamlap.batch import WHOLE
-from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream
+from streamlap.devices import (
+    Place,
+    StreamLike,
+    as_stream,
+    compute_stream,
+    current_stream,
+    require_no_capture,
+)
 from streamlap.errors import InvalidType, SourceModified
 from streamlap.group import Slot
 from streamlap.modes import CallerModes
@@ -126,6 +133,9 @@ class Lane:
     def issue(self, index: int) -> None:
         """Issue one item, where the caller's thread does."""
 
+    def all_issued(self) -> None:
+        """Note where the last read of the input is."""
+
     def collect(self) -> list[Any]:
         """Wait for all items; each transfer is let go of while the next one is waited for."""
         results = []
@@ -144,8 +154,9 @@ class Lane:
         """After ``error``: wait for what is in flight, and give every buffer back."""
         if not isinstance(error, KeyboardInterrupt):
             self._drain()
+        stopped = Stopped("the pipeline failed")  # not `error`: its traceback leads back here
         for slot in self.slots:
-            slot.revoke(error)
+            slot.revoke(stopped)
 
     def read_source(self, stream: StreamLike) -> None:
         """Order a later writer of the input after the last read of it."""
@@ -173,6 +184,8 @@ class Lane:
 class InlineLane(Lane):
     """Issued by the caller's thread, on its current stream, under the caller's ``no_grad``."""
 
+    _last_read: _native.Event | None = None
+
     def issue(self, index: int) -> None:
         job = self._job
         if index >= job.depth:
@@ -198,12 +211,15 @@ class InlineLane(Lane):
         assert transfer is not None
         transfer._wait_done()
 
+    def all_issued(self) -> None:
+        current = current_stream(self._job.place)
+        self._last_read = None if current is None else current.record()
+
     def read_source(self, stream: StreamLike) -> None:
-        place = self._job.place
-        writer = as_stream(stream, place)
-        current = current_stream(place)
-        if writer is not None and current is not None and writer.handle != current.handle:
-            writer.wait(current.record())
+        writer = as_stream(stream, self._job.place)
+        require_no_capture(writer, "wait_source()")
+        if writer is not None and self._last_read is not None:
+            writer.wait(self._last_read)
 
 
 def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
@@ -249,7 +265,7 @@ class HostLane(Lane):
             raise
 
     def _step(self, index: int) -> None:
-        """Compute an item and launch the next; nothing may leave it, or the worker stops for all."""
+        """Compute an item and launch the next; what left it would stop the worker for all."""
         if _native.ending():
             return  # nobody is left to deliver to
         try:

@@ -211,8 +211,9 @@ def empty_pinned(
         InvalidArgument, InvalidType: a shape or dtype that is none.
 
     The tensor and its views own the block. When the last one dies, the block is reused after the
-    work that torch's current streams have been given by then; work on other streams is declared
-    with :func:`record_use`. Thread-safe.
+    work that torch's current streams have been given by then, in the thread where it dies; work on
+    other streams is declared with :func:`record_use`. A Transfer that is in flight may outlive the
+    tensor and let go of the block elsewhere. Thread-safe.
     """
     watch.enter()
     return (as_pool(pool) or _default_pool()).empty(shape, dtype)
@@ -259,6 +260,8 @@ def pool_stats(device: str | int | torch.device | None = None) -> dict[str, int]
 
     Raises:
         InvalidArgument: no such device.
+
+    Thread-safe.
     """
     if device is None:
         return _default_pool().stats()

@@ -40,6 +40,9 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
 
     Raises:
         InvalidArgument, InvalidType: ``n`` is no count, ``x`` is not square for the default ``fn``.
+        Exception: what ``fn`` raised, with ``.streamlap_index``.
+
+    Stream order: on the caller's current stream. Thread-safe.
     """
     watch.enter()
     count = as_count(n, "n")
@@ -68,7 +71,9 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
         A list for each input, as :func:`run` gives it.
 
     Raises:
-        As :func:`run`; what ``fn`` raises comes with the index of its item.
+        As :func:`run`.
+
+    Stream order: on the caller's current streams. Thread-safe.
     """
     watch.enter()
     count = as_count(n, "n")
@@ -169,7 +174,9 @@ def pipelined_run(
         Exception: what ``fn`` raised, the original object, with ``.streamlap_index``. What was in
             flight was waited for, and every buffer given back.
 
-    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them.
+    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them. For CPU
+    tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
+    for a thread that itself runs a pipeline there (``fn`` itself may run one).
     """
     if fn is None and out is None and dtype is None and panels is None and wait is True:
         products = usual_products(x, n, depth, pin, pool, DEFAULT_DEPTH)
@@ -212,6 +219,8 @@ def pipelined_run(
                 for lane in lanes:
                     lane.issue(index)
         if not wait:
+            for lane in lanes:
+                lane.all_issued()
             groups = [TransferGroup(lane.slots, lane.read_source) for lane in lanes]
             return _bundle(groups) if many else groups[0]
         results = [lane.collect() for lane in lanes]

@@ -88,7 +88,7 @@ class ProductLane(InlineLane):
             items=[(dst.data_ptr(), value.data_ptr(), count * dst.itemsize, dst.itemsize, None)],
             after=[self._stream],
             chunk_bytes=WHOLE,
-            keep_source=value,
+            keep_source=(value, self._job.x),  # a caller's x may be another stream's memory
             keep_destination=dst,
         )
         part = Part(native, place, "direct", [0], True, place)

@@ -92,4 +92,4 @@ def default_pinned_limit() -> int:
     if given:
         return parse_size(given, "STREAMLAP_PINNED_LIMIT")
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return memory_total() // 4 // max(1, int(processes) if processes.isdigit() else 1)
+    return memory_total() // 4 // max(1, int(processes) if processes.isdecimal() else 1)

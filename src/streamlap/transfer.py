@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import operator
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -100,9 +101,17 @@ class Transfer:
         From here on the source is no longer borrowed.
         """
         self._raise_error()
+        writers = [(part, self._writer(part, stream)) for part in self._parts]
+        if stream is None and any(source.library == "cupy" for source in self._borrowed):
+            own = sys.modules["cupy"].cuda.get_current_stream()
+            writers += [
+                (part, self._consumer(part.source_place, own))
+                for part in self._parts
+                if part.source_on_device
+            ]
         self._return_borrowed()
-        for part in self._parts:
-            self._order(part, self._writer(part, stream))
+        for part, writer in writers:
+            self._order(part, writer)
 
     def done(self) -> bool:
         """Return whether the copy is done, with or without an error; never blocks."""
