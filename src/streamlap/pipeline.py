@@ -20,7 +20,7 @@ from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool, as_pool, pool_for
-from streamlap.product import ProductLane, square, usual_products
+from streamlap.product import MULTIPLIED, ProductLane, square, usual_products
 
 Fn = Callable[[Any], Any]
 
@@ -314,9 +314,7 @@ def _checked_x(x: Any, fn: Fn | None, position: int) -> tuple[Any, bool, Place]:
 def _check_multiplies(x: torch.Tensor) -> None:
     """Refuse dtypes that torch has no product for, before the first item."""
     integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    known = (*floats, torch.complex32, torch.complex64, torch.complex128)
-    if x.dtype not in known and (x.is_cuda or x.dtype not in integers):
+    if x.dtype not in MULTIPLIED and (x.is_cuda or x.dtype not in integers):
         raise UnsupportedTensor(f"torch multiplies no matrices of {x.dtype} on {x.device}")
 
 

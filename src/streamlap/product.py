@@ -7,17 +7,23 @@ the usual call has a short way of its own, which does the same with less.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
 from streamlap import _native, watch
 from streamlap.batch import WHOLE, Copied, Part
-from streamlap.devices import cuda_place, current_handle
-from streamlap.group import Slot
+from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.lanes import Control, InlineLane, Job, annotate
 from streamlap.pinned import PinnedPool, pool_for
 from streamlap.transfer import Transfer
+
+MULTIPLIED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+)
+"""The dtypes that torch multiplies matrices of on a GPU."""
 
 
 def square(x: torch.Tensor) -> torch.Tensor:
@@ -25,72 +31,53 @@ def square(x: torch.Tensor) -> torch.Tensor:
     return x.mm(x)
 
 
+def _start_copy(
+    product: torch.Tensor, x: torch.Tensor, place: Place, stream: _native.Stream, pool: PinnedPool
+) -> tuple[_native.Transfer, torch.Tensor]:
+    """Enqueue the copy of a product, whole, after what ``stream`` has been given."""
+    count = product.numel()
+    dst = pool._new(product.shape, product.dtype, None, count)
+    native = place.engine.submit(
+        device=place.index,
+        to_device=False,
+        items=[(dst.data_ptr(), product.data_ptr(), count * dst.itemsize, dst.itemsize, None)],
+        after=[stream],
+        chunk_bytes=WHOLE,
+        keep_source=(product, x),  # a caller's x may be another stream's memory
+        keep_destination=dst,
+    )
+    return native, dst
+
+
+def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
+    """Let go of a product that is still being copied, without a host wait.
+
+    It was allocated on ``stream``, so once that stream waits for the copy, its allocator may hand
+    the memory to the next product.
+    """
+    native.wait_on_stream(stream)
+    native.release_source()
+
+
 class ProductLane(InlineLane):
-    """Issues products on the stream that was current when it was made."""
+    """Products as one lane of several, or behind a handle."""
 
     def __init__(self, job: Job, control: Control, stream: _native.Stream) -> None:
         super().__init__(job, None, control)
         self._stream = stream
         self._pool = job.pool or pool_for(job.place)
 
-    def run(self, n: int) -> list[torch.Tensor]:
-        """Return the results of ``n`` products; those of :meth:`add` are issued already."""
-        try:
-            for index in range(len(self.slots), n):
-                self.issue(index)
-            return self.collect()
-        except BaseException as error:
-            self._control.stop(error)
-            self.fail(error)
-            self._control.forget()
-            raise
-
-    def issue(self, index: int) -> None:
-        """Issue one product and its copy."""
-        job = self._job
-        if index >= job.depth:
-            self._make_room(index - job.depth)
-        try:
-            product = job.fn(job.x)
-        except BaseException as error:
-            annotate(error, index)
-            raise
-        self.add(product, index)
-
-    def add(self, product: torch.Tensor, index: int) -> None:
-        """Issue the copy of a product."""
-        slot = Slot()
-        try:
-            slot.fill(self._copy(product, index))
-        except BaseException as error:
-            annotate(error, index)
-            raise
-        self.slots.append(slot)
-
     def _make_room(self, index: int) -> None:
-        # The product was allocated on this stream, so once the stream waits for the copy, its
-        # allocator may hand the memory to the next product. No host wait.
         transfer = self.slots[index].transfer
         assert transfer is not None
         for part in transfer._parts:
-            part.native.wait_on_stream(self._stream)
-            part.native.release_source()
+            _make_room(part.native, self._stream)
 
     def _copy(self, value: torch.Tensor, index: int) -> Transfer:
-        count = value.numel()
-        if not count:
+        if not value.numel():
             return super()._copy(value, index)
         place = self._job.place
-        dst = self._pool._new(value.shape, value.dtype, None, count)
-        native = place.engine.submit(
-            device=place.index,
-            to_device=False,
-            items=[(dst.data_ptr(), value.data_ptr(), count * dst.itemsize, dst.itemsize, None)],
-            after=[self._stream],
-            chunk_bytes=WHOLE,
-            keep_source=(value, self._job.x),  # a caller's x may be another stream's memory
-            keep_destination=dst,
-        )
+        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool)
         part = Part(native, place, "direct", [0], True, place)
         copied = Copied(dst, self._job.as_numpy, None, part)
         return Transfer([copied], None, [part], [], False)
@@ -109,23 +96,57 @@ def usual_products(
     shape = x.shape
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0] or x.layout is not torch.strided:
         return None
+    if x.dtype not in MULTIPLIED or x.is_nested:
+        return None
     if n < 1 or depth is not None or pin not in (None, True) or pool is not None:
         return None
     if _native.enter() or not watch.started() or torch.cuda.current_device() != x.get_device():
         return None
     if torch.cuda.is_current_stream_capturing():
         return None
-    place = cuda_place(x.device.index)
-    if not pool_for(place)._has_room(shape[0] * shape[0] * x.itemsize, n):
+    place = cuda_place(x.get_device())
+    own_pool = pool_for(place)
+    if not own_pool._has_room(shape[0] * shape[0] * x.itemsize, n):
         return None
+    return _run(x, n, usual_depth, place, own_pool)
+
+
+def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) -> list[torch.Tensor]:
+    flying: list[tuple[_native.Transfer | None, torch.Tensor]] = []
+    stream: _native.Stream | None = None
+    native: _native.Transfer | None = None
+    dst: torch.Tensor | None = None
+    product: torch.Tensor | None = None
+    index = 0
     try:
-        first = square(x)
+        for index in range(n):
+            if stream is not None and index >= depth:
+                native = flying[index - depth][0]
+                assert native is not None
+                _make_room(native, stream)
+            product = square(x)
+            if stream is None:  # only now: the first product has begun
+                stream = place.runtime.adopt(place.index, current_handle(place.index))
+            flying.append(_start_copy(product, x, place, stream, pool))
+            product = None  # or the device would hold one more than the depth
+        for index in range(n):
+            native, dst = flying[index]
+            assert native is not None
+            assert dst is not None
+            native.sync()
+            flying[index] = (None, dst)  # the transfer dies while the next one is waited for
     except BaseException as error:
-        annotate(error, 0)
+        annotate(error, index)
+        if not isinstance(error, KeyboardInterrupt):
+            _drain(flying)
+        flying.clear()
+        native = dst = product = None  # the traceback keeps this frame
         raise
-    stream = place.runtime.adopt(place.index, current_handle(place.index))
-    job = Job(square, x, True, False, usual_depth, None, None, None, place)
-    lane = ProductLane(job, Control(), stream)
-    lane.add(first, 0)
-    del first  # or the device would hold one more than the depth
-    return lane.run(n)
+    return [result for _transfer, result in flying]
+
+
+def _drain(flying: list[tuple[_native.Transfer | None, torch.Tensor]]) -> None:
+    for native, _dst in flying:
+        if native is not None:
+            with contextlib.suppress(Exception):
+                native.sync()
