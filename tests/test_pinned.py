@@ -32,6 +32,7 @@ def test_shapes_and_dtypes(pool):
 
 @pytest.mark.gpu
 def test_memory_is_page_locked():
+    torch.cuda.init()  # before that torch calls nothing page-locked
     assert empty_pinned(100).is_pinned()
     assert PinnedPool("1MiB").empty(100).is_pinned()
 

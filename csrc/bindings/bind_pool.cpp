@@ -83,7 +83,6 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
 }
 
 std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
-  CopyEngine& engine = *engine_of(pool.runtime());
   std::unique_ptr<PinnedBlock> block;
   wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
     const auto until = std::chrono::steady_clock::now() + slice;
@@ -92,7 +91,7 @@ std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
         block = pool.try_allocate(bytes);
       } catch (const PoolExhausted&) {
         // What nobody holds any more, but for a copy in flight, comes home by itself.
-        if (!Watch::instance().holding(engine)) {
+        if (!Watch::instance().holding()) {
           block = pool.try_allocate(bytes);  // it may have come home just now
         }
       }

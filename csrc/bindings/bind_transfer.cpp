@@ -79,7 +79,7 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
                                    std::size_t chunk_bytes, bool from_host_stream,
                                    const py::object& finish, bool open_ended,
                                    const py::object& keep_source,
-                                   const py::object& keep_destination) {
+                                   const py::object& keep_destination, bool timed) {
   TransferRequest request;
   request.device = device;
   const Direction request_direction = to_device ? Direction::to_device : Direction::to_host;
@@ -94,6 +94,7 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
   request.from_host_stream = from_host_stream;
   if (!finish.is_none()) request.finish = as_task(finish);
   request.open_ended = open_ended;
+  request.timed = timed;
   request.keep_source = share(keep_source);
   request.keep_destination = share(keep_destination);
   std::shared_ptr<Transfer> transfer;
@@ -189,7 +190,8 @@ void bind_transfer(py::module_& module) {
       .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"),
            py::arg("items"), py::arg("after"), py::arg("chunk_bytes"),
            py::arg("from_host_stream") = false, py::arg("finish") = py::none(),
-           py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"))
+           py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"),
+           py::arg("timed") = true)
       .def("complete",
            [](CopyEngine& self, PyTransfer& transfer, const PyStream& stream) {
              auto target = transfer.get();

@@ -27,8 +27,15 @@ void Watch::post(SharedObject token) {
   changed_.notify_one();
 }
 
-bool Watch::holding(CopyEngine& engine) {
-  if (engine.reap() > 0) return true;
+bool Watch::holding() {
+  std::vector<CopyEngine*> engines;
+  {
+    std::lock_guard lock(mutex_);
+    engines = engines_;
+  }
+  for (CopyEngine* engine : engines) {
+    if (engine->reap() > 0) return true;
+  }
   std::lock_guard lock(mutex_);
   return dropping_ || !dropped_.empty();
 }

@@ -23,8 +23,8 @@ class Watch {
   // `token` is returned by next() as soon as it can be.
   void post(SharedObject token);
   // True while something that is on its way out still holds memory: abandoned transfers in flight
-  // (of this engine), and references yet to be dropped.
-  bool holding(CopyEngine& engine);
+  // (of any engine: a pool serves all), and references yet to be dropped.
+  bool holding();
   void abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer);
   void drop_later(PyObject* object) noexcept;
   // Blocks (lock released) until something is done: the tokens, perhaps none. None after stop().

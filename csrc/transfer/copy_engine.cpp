@@ -76,8 +76,8 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   }
   Lane& lane = this->lane(request.device, request.direction);
   const int device = request.device;
-  transfer->begin_ = runtime_->event_create(device, true);
-  transfer->copied_ = runtime_->event_create(device, true);
+  if (request.timed) transfer->begin_ = runtime_->event_create(device, true);
+  transfer->copied_ = runtime_->event_create(device, request.timed);
   for (std::size_t i = 1; i < transfer->plan_.marks; ++i) {
     transfer->marks_.push_back(runtime_->event_create(device));
   }
@@ -128,7 +128,7 @@ void CopyEngine::end_failed(Transfer& transfer, Lane& lane, bool late) {
 
 void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, StreamRef stream) {
   Runtime& runtime = *transfer.runtime_;
-  runtime.event_record(*transfer.begin_, stream, site_begin);
+  if (transfer.begin_) runtime.event_record(*transfer.begin_, stream, site_begin);
   const ChunkPlan& plan = transfer.plan_;
   for (std::size_t i = 0; i < plan.chunks.size(); ++i) {
     const Chunk& chunk = plan.chunks[i];

@@ -67,11 +67,14 @@ void Transfer::stream_wait(StreamRef stream) {
 
 double Transfer::elapsed_from(const Transfer& first) {
   if (empty_ || first.empty_) return 0.0;
+  if (!begin_ || !first.begin_) {
+    throw Error(ErrorKind::invalid_argument, "the time of a transfer that was not to be timed");
+  }
   return runtime_->event_elapsed(*first.begin_, *copied_);
 }
 
 std::pair<double, double> Transfer::interval() {
-  if (empty_) {
+  if (empty_ || !begin_) {
     const double unknown = std::numeric_limits<double>::quiet_NaN();
     return {unknown, unknown};
   }

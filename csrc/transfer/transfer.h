@@ -69,7 +69,7 @@ class Transfer {
   std::shared_ptr<Runtime> runtime_;
   ChunkPlan plan_;
   EventPtr issued_;              // null: issued by the caller's thread
-  EventPtr begin_;               // before the first copy
+  EventPtr begin_;               // before the first copy; null: not timed
   std::vector<EventPtr> marks_;  // as the plan says; the last is also copied_
   EventPtr copied_;              // after the last copy
   EventPtr end_;                 // after everything: copied_, or the last step's

@@ -32,9 +32,17 @@ def square(x: torch.Tensor) -> torch.Tensor:
 
 
 def _start_copy(
-    product: torch.Tensor, x: torch.Tensor, place: Place, stream: _native.Stream, pool: PinnedPool
+    product: torch.Tensor,
+    x: torch.Tensor,
+    place: Place,
+    stream: _native.Stream,
+    pool: PinnedPool,
+    timed: bool,
 ) -> tuple[_native.Transfer, torch.Tensor]:
-    """Enqueue the copy of a product, whole, after what ``stream`` has been given."""
+    """Enqueue the copy of a product, whole, after what ``stream`` has been given.
+
+    ``timed`` where somebody may ask how long it took: it leaves a gap between two copies.
+    """
     count = product.numel()
     dst = pool._new(product.shape, product.dtype, None, count)
     native = place.engine.submit(
@@ -45,6 +53,7 @@ def _start_copy(
         chunk_bytes=WHOLE,
         keep_source=(product, x),  # a caller's x may be another stream's memory
         keep_destination=dst,
+        timed=timed,
     )
     return native, dst
 
@@ -77,7 +86,7 @@ class ProductLane(InlineLane):
         if not value.numel():
             return super()._copy(value, index)
         place = self._job.place
-        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool)
+        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool, True)
         part = Part(native, place, "direct", [0], True, place)
         copied = Copied(dst, self._job.as_numpy, None, part)
         return Transfer([copied], None, [part], [], False)
@@ -98,7 +107,7 @@ def usual_products(
         return None
     if x.dtype not in MULTIPLIED or x.is_nested:
         return None
-    if n < 1 or depth is not None or pin not in (None, True) or pool is not None:
+    if n < 1 or depth is not None or (pin is not None and pin is not True) or pool is not None:
         return None
     if _native.enter() or not watch.started() or torch.cuda.current_device() != x.get_device():
         return None
@@ -127,7 +136,7 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
             product = square(x)
             if stream is None:  # only now: the first product has begun
                 stream = place.runtime.adopt(place.index, current_handle(place.index))
-            flying.append(_start_copy(product, x, place, stream, pool))
+            flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
         for index in range(n):
             native, dst = flying[index]

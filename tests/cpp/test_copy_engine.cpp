@@ -308,6 +308,18 @@ ON_EACH_RUNTIME(times_cover_the_copies) {
   CHECK(transfer->elapsed_from(*transfer) < 60);
 }
 
+ON_EACH_RUNTIME(an_untimed_transfer_tells_no_time_but_the_end) {
+  CopyEngine engine(lab.runtime);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  TransferRequest request = request_of(out, source);
+  request.timed = false;
+  auto transfer = engine.submit(std::move(request));
+  CHECK(in_time(*transfer));
+  CHECK_THROWS(transfer->elapsed_from(*transfer), Error);
+  CHECK(std::isnan(transfer->interval().first));
+}
+
 TEST(host_the_interval_is_on_the_runtime_clock) {
   Lab lab(host_backend());
   CopyEngine engine(lab.runtime);
