@@ -191,7 +191,6 @@ void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) {
 
 std::size_t CopyEngine::reap() {
   std::vector<std::shared_ptr<Transfer>> finished;  // dies without the lock: it runs arbitrary code
-  std::size_t left = 0;
   {
     std::lock_guard lock(mutex_);
     std::erase_if(abandoned_, [&](std::shared_ptr<Transfer>& transfer) {
@@ -199,9 +198,13 @@ std::size_t CopyEngine::reap() {
       finished.push_back(std::move(transfer));
       return true;
     });
-    left = abandoned_.size();
+    letting_go_ += finished.size();
   }
-  return left;
+  const std::size_t gone = finished.size();
+  finished.clear();
+  std::lock_guard lock(mutex_);
+  letting_go_ -= gone;
+  return abandoned_.size() + letting_go_;
 }
 
 }  // namespace streamlap

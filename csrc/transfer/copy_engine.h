@@ -59,7 +59,8 @@ class CopyEngine {
 
   // Takes over a transfer that its last user let go of, and keeps both ends alive until it is done.
   void abandon(std::shared_ptr<Transfer> transfer);
-  // Lets go of abandoned transfers that are done; the number still in flight.
+  // Lets go of abandoned transfers that are done; the number that still hold their ends, be it in
+  // another thread's call of this.
   std::size_t reap();
   const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
 
@@ -83,6 +84,7 @@ class CopyEngine {
   std::mutex mutex_;
   std::map<std::pair<int, Direction>, std::unique_ptr<Lane>> lanes_;
   std::vector<std::shared_ptr<Transfer>> abandoned_;
+  std::size_t letting_go_ = 0;  // taken off the list, not destroyed yet
 };
 
 }  // namespace streamlap
