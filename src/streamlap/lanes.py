@@ -7,6 +7,7 @@ the caller is such a worker itself.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def start_copy(
     return Transfer(planned.leaves, spec, planned.parts, planned.borrowed, False)
 
 
-class Lane:
+class Lane(abc.ABC):
     """The items of one input; ``slots[i]`` is item i's transfer."""
 
     def __init__(self, job: Job, outs: list[Any] | None, control: Control) -> None:
@@ -158,9 +159,9 @@ class Lane:
         for slot in self.slots:
             slot.revoke(stopped)
 
+    @abc.abstractmethod
     def read_source(self, stream: StreamLike) -> None:
         """Order a later writer of the input after the last read of it."""
-        raise NotImplementedError
 
     def _drain(self) -> None:
         for slot in self.slots:
