@@ -7,7 +7,6 @@ the caller is such a worker itself.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ def start_copy(
     return Transfer(planned.leaves, spec, planned.parts, planned.borrowed, False)
 
 
-class Lane(abc.ABC):
+class Lane:
     """The items of one input; ``slots[i]`` is item i's transfer."""
 
     def __init__(self, job: Job, outs: list[Any] | None, control: Control) -> None:
@@ -159,9 +158,13 @@ class Lane(abc.ABC):
         for slot in self.slots:
             slot.revoke(stopped)
 
-    @abc.abstractmethod
     def read_source(self, stream: StreamLike) -> None:
-        """Order a later writer of the input after the last read of it."""
+        """Order a later writer of the input after the last read of it.
+
+        Nothing is left to order where a worker computes: it has read the input of an item before
+        the item's slot is filled.
+        """
+        del stream
 
     def _drain(self) -> None:
         for slot in self.slots:
@@ -245,9 +248,6 @@ class HostLane(Lane):
         if self.slots:
             self._launch(0)
             self._started = True
-
-    def read_source(self, stream: StreamLike) -> None:
-        del stream  # every item is computed once its slot is filled, and the worker has read x then
 
     def fail(self, error: BaseException) -> None:
         if self._started and not isinstance(error, KeyboardInterrupt) and not _native.ending():
