@@ -135,11 +135,6 @@ class Runtime {
   virtual double now() const = 0;
   // True when every stream this runtime created is idle; for the exit handler.
   virtual bool idle() = 0;
-
-  void event_sync(const Event& event, Site site) {
-    while (!event_sync_for(event, std::chrono::seconds(1), site)) {
-    }
-  }
 };
 
 // Whether this process can use a GPU, and the reason if it cannot.
