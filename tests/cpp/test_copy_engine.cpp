@@ -647,6 +647,44 @@ ON_EACH_RUNTIME(an_abandoned_transfer_keeps_both_ends_until_it_is_done) {
   }
 }
 
+// The copy is done, but a stream of the thread that let go may still read what the transfer holds.
+ON_EACH_RUNTIME(an_abandoned_transfer_also_waits_for_the_streams_it_is_told) {
+  CopyEngine engine(lab.runtime);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  StreamRef reader = lab.compute();
+  Keep from;
+  auto gate = lab.runtime->gate(reader);
+  TransferRequest request = request_of(out, source);
+  request.keep_source = std::move(from.handle);
+  auto transfer = engine.submit(std::move(request));
+  CHECK(in_time(*transfer));
+  transfer->also_after(reader);
+  engine.abandon(std::move(transfer));
+  CHECK_EQ(engine.reap(), 1);
+  CHECK(!*from.gone);
+  gate->open();
+  reap_all(engine);
+  CHECK_EQ(engine.reap(), 0);
+  CHECK(*from.gone);
+}
+
+TEST(host_a_transfer_that_nobody_can_tell_the_end_of_is_kept) {
+  Lab lab(host_backend());
+  CopyEngine engine(lab.runtime);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  Keep from;
+  TransferRequest request = request_of(out, source);
+  request.keep_source = std::move(from.handle);
+  auto transfer = engine.submit(std::move(request));
+  CHECK(in_time(*transfer));
+  transfer->keep_for_ever();
+  engine.abandon(std::move(transfer));
+  CHECK_EQ(engine.reap(), 1);
+  CHECK(!*from.gone);
+}
+
 TEST(host_an_abandoned_transfer_that_failed_is_let_go) {
   Lab lab(host_backend());
   CopyEngine engine(lab.runtime);
