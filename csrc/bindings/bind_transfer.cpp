@@ -28,13 +28,6 @@ class PyTransfer {
   void discard() {
     std::shared_ptr<Transfer> transfer = std::move(transfer_);
     if (!transfer) return;
-    bool done = false;
-    try {
-      done = transfer->done();
-    } catch (...) {
-      // Whether its memory is out of use is for the engine to say.
-    }
-    if (done) return;
     if (open_) {
       // Its last steps may be under way, or not: the end is what the stream has been given by now.
       try {
@@ -43,6 +36,13 @@ class PyTransfer {
         transfer->keep_for_ever();
       }
     }
+    bool done = false;
+    try {
+      done = transfer->done();
+    } catch (...) {
+      // Whether its memory is out of use is for the engine to say.
+    }
+    if (done) return;
     try {
       // The last user of what it holds may be a stream of this thread; nobody will ask it later.
       for (const PyStream& stream : current_streams(engine_->runtime())) {

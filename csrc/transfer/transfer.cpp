@@ -82,6 +82,8 @@ std::pair<double, double> Transfer::interval() {
 }
 
 void Transfer::also_after(StreamRef stream) {
+  // What a graph being captured uses, it uses when it is replayed: no event of now tells.
+  if (runtime_->stream_capturing(stream)) return;
   EventPtr event = runtime_->event_create(stream.device);
   runtime_->event_record(*event, stream, site_abandoned);
   also_after_.push_back(std::move(event));
@@ -89,17 +91,21 @@ void Transfer::also_after(StreamRef stream) {
 
 bool Transfer::over() noexcept {
   if (kept_for_ever_) return false;
-  try {
-    for (const EventPtr& event : also_after_) {
-      if (!runtime_->event_query(*event)) return false;
+  // What failed is over too, but the rest must still be asked. With the context lost there is no
+  // telling what the device does.
+  const auto passed = [](auto&& ask) {
+    try {
+      return ask();
+    } catch (const Error& error) {
+      return error.kind() != ErrorKind::sticky;
+    } catch (...) {
+      return true;
     }
-    return done();
-  } catch (const Error& error) {
-    // With the context lost there is no telling what the device still does.
-    return error.kind() != ErrorKind::sticky;
-  } catch (...) {
-    return true;
+  };
+  for (const EventPtr& event : also_after_) {
+    if (!passed([&] { return runtime_->event_query(*event); })) return false;
   }
+  return passed([&] { return done(); });
 }
 
 void Transfer::release_source() {

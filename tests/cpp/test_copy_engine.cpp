@@ -669,6 +669,30 @@ ON_EACH_RUNTIME(an_abandoned_transfer_also_waits_for_the_streams_it_is_told) {
   CHECK(*from.gone);
 }
 
+TEST(host_an_error_of_another_stream_does_not_end_an_abandoned_transfer) {
+  Lab lab(host_backend());
+  CopyEngine engine(lab.runtime);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  StreamRef producer = lab.compute();
+  StreamRef failing = lab.compute();
+  lab.runtime->launch([] { throw Error(ErrorKind::runtime, "deliberate"); }, failing);
+  Keep from;
+  auto gate = lab.runtime->gate(producer);
+  TransferRequest request = request_of(out, source, {producer});
+  request.keep_source = std::move(from.handle);
+  auto transfer = engine.submit(std::move(request));
+  transfer->also_after(failing);
+  while (!lab.runtime->stream_idle(failing)) std::this_thread::yield();
+  engine.abandon(std::move(transfer));
+  CHECK_EQ(engine.reap(), 1);
+  CHECK(!*from.gone);
+  gate->open();
+  reap_all(engine);
+  CHECK(*from.gone);
+  CHECK_THROWS(lab.runtime->stream_sync(failing, Site("test")), Error);
+}
+
 TEST(host_a_transfer_that_nobody_can_tell_the_end_of_is_kept) {
   Lab lab(host_backend());
   CopyEngine engine(lab.runtime);
