@@ -15,7 +15,8 @@ def repeats(where):
 
 
 PRELUDE = """
-import gc, os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # forks are what is tested
 import torch, streamlap
 from streamlap import _native
 where = {where!r}
@@ -255,7 +256,7 @@ streamlap.pipelined_run(x, n=10**6, fn=lambda y: y.mm(y), pin=False)
 """
     ended = server.run(script(where, code), interrupt_at="ready")
     assert ended.status in (-2, 130, 1)
-    assert ended.err.strip().splitlines()[-1] == "KeyboardInterrupt"
+    assert "KeyboardInterrupt" in ended.err.splitlines()  # a note with the item may follow
 
 
 # -- forks

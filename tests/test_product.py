@@ -130,3 +130,16 @@ def test_unusual_calls_go_the_general_way(monkeypatch):
     assert taken == [1, 1]
     with pytest.raises(streamlap.UnsupportedTensor):
         streamlap.pipelined_run(x.to(torch.int32), n=3)
+
+
+@pytest.mark.two_gpus
+def test_the_short_way_serves_a_device_that_is_not_the_current_one(monkeypatch):
+    taken = []
+    real = product._run
+    monkeypatch.setattr(product, "_run", lambda *args: taken.append(1) or real(*args))
+    x = random_numbers((32, 32), where="cuda:1")
+    streamlap.copy_to_cpu(x)
+    with torch.cuda.device(0):
+        assert same_tree(streamlap.pipelined_run(x, n=3), [x.mm(x).cpu()] * 3)
+        assert torch.cuda.current_device() == 0
+    assert taken == [1]

@@ -17,8 +17,9 @@ cudaEvent_t EventCache::take(int device, bool timed) {
   }
   DeviceGuard guard(device);
   cudaEvent_t event = nullptr;
-  unsigned flags = cudaEventBlockingSync | (timed ? 0U : unsigned{cudaEventDisableTiming});
-  check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
+  // Not cudaEventBlockingSync: it interrupts the host at every record, and nobody blocks on one.
+  check(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
+        "cudaEventCreateWithFlags");
   return event;
 }
 

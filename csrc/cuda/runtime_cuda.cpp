@@ -1,5 +1,6 @@
 #include "cuda/runtime_cuda.h"
 
+#include <algorithm>
 #include <limits>
 #include <thread>
 
@@ -26,6 +27,27 @@ Worker& worker(StreamRef stream) { return *reinterpret_cast<Worker*>(stream.hand
 const CudaEvent& cuda_event(const Event& event) { return static_cast<const CudaEvent&>(event); }
 
 std::string where(StreamRef stream) { return "device " + std::to_string(stream.device); }
+
+// The driver has no wait with a limit, and its wait without one either spins for ever or has every
+// record interrupt the host. So: poll, quickly at first, then ever more rarely, never late by more
+// than a fiftieth of the wait.
+bool poll(const Recording& recording, std::chrono::nanoseconds timeout) {
+  using clock = std::chrono::steady_clock;
+  constexpr std::chrono::nanoseconds spin = std::chrono::milliseconds(2);
+  constexpr std::chrono::nanoseconds shortest = std::chrono::microseconds(20);
+  constexpr std::chrono::nanoseconds longest = std::chrono::microseconds(100);
+  const auto begin = clock::now();
+  for (;;) {
+    if (recording.done()) return true;
+    const std::chrono::nanoseconds waited = clock::now() - begin;
+    if (waited >= timeout) return false;
+    if (waited > spin) {
+      std::this_thread::sleep_for(std::clamp(waited / 100, shortest, longest));
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
 
 class CudaGate final : public Gate {
  public:
@@ -196,8 +218,7 @@ void CudaRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
         completion->wait();
         completion->rethrow_if_failed();
       } else {
-        DeviceGuard guard(recording->device());
-        check(cudaEventSynchronize(recording->event()), "cudaEventSynchronize");
+        poll(*recording, std::chrono::nanoseconds::max());
       }
     });
     return;
@@ -248,21 +269,7 @@ bool CudaRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds ti
     completion->rethrow_if_failed();
     return true;
   }
-  // The driver has no wait with a limit: poll, quickly at first, then at a rate that costs no core.
-  using clock = std::chrono::steady_clock;
-  const auto begin = clock::now();
-  constexpr auto spin = std::chrono::milliseconds(2);
-  constexpr auto nap = std::chrono::microseconds(20);
-  for (;;) {
-    if (recording->done()) return true;
-    const auto waited = clock::now() - begin;
-    if (waited >= timeout) return false;
-    if (waited > spin) {
-      std::this_thread::sleep_for(nap);
-    } else {
-      std::this_thread::yield();
-    }
-  }
+  return poll(*recording, timeout);
 }
 
 double CudaRuntime::event_elapsed(const Event& begin, const Event& end) {

@@ -205,7 +205,7 @@ def pipelined_run(
             stream = current_stream(place)
             _require_no_capture(stream, "pipelined_run()")
             if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
-                lanes.append(ProductLane(job, control, stream))
+                lanes.append(ProductLane(job, control, stream, timed=not wait))
             else:
                 lanes.append(InlineLane(job, lane_out, control))
         else:

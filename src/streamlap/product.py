@@ -71,8 +71,9 @@ def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
 class ProductLane(InlineLane):
     """Products as one lane of several, or behind a handle."""
 
-    def __init__(self, job: Job, control: Control, stream: _native.Stream) -> None:
+    def __init__(self, job: Job, control: Control, stream: _native.Stream, timed: bool) -> None:
         super().__init__(job, None, control)
+        self._timed = timed
         self._stream = stream
         self._pool = job.pool or pool_for(job.place)
 
@@ -86,7 +87,7 @@ class ProductLane(InlineLane):
         if not value.numel():
             return super()._copy(value, index)
         place = self._job.place
-        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool, True)
+        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool, self._timed)
         part = Part(native, place, "direct", [0], True, place)
         copied = Copied(dst, self._job.as_numpy, None, part)
         return Transfer([copied], None, [part], [], False)
@@ -109,8 +110,11 @@ def usual_products(
         return None
     if n < 1 or depth is not None or (pin is not None and pin is not True) or pool is not None:
         return None
-    if _native.enter() or not watch.started() or torch.cuda.current_device() != x.get_device():
+    if _native.enter() or not watch.started():
         return None
+    if torch.cuda.current_device() != x.get_device():
+        with torch.cuda.device(x.get_device()):
+            return usual_products(x, n, depth, pin, pool, usual_depth)
     if torch.cuda.is_current_stream_capturing():
         return None
     place = cuda_place(x.get_device())
