@@ -163,6 +163,13 @@ void bind_runtime(py::module_& module) {
             });
           },
           py::arg("timeout") = py::none())
+      .def(
+          "time",
+          [](const PyEvent& self, const PyEvent& base, double base_time) {
+            GilRelease released;
+            return time_of(*self.runtime, self.event, base, base_time);
+          },
+          py::arg("base"), py::arg("base_time"))
       .def("elapsed", [](const PyEvent& begin, const PyEvent& end) {
         return begin.runtime->event_elapsed(*begin.event, *end.event);
       });

@@ -1,12 +1,16 @@
 // Copy engines, transfers, and the thread that watches them.
 #include <pybind11/stl.h>
 
+#include <limits>
+
 #include "base/process.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
 
 namespace streamlap::bindings {
 namespace {
+
+constexpr Site site_marks{"python.marks"};
 
 // Hands a transfer that is still in flight to the engine when Python lets go of it.
 class PyTransfer {
@@ -79,7 +83,7 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
                                    std::size_t chunk_bytes, bool from_host_stream,
                                    const py::object& finish, bool open_ended,
                                    const py::object& keep_source,
-                                   const py::object& keep_destination, bool timed) {
+                                   const py::object& keep_destination, bool timed, bool traced) {
   TransferRequest request;
   request.device = device;
   const Direction request_direction = to_device ? Direction::to_device : Direction::to_host;
@@ -95,6 +99,7 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
   if (!finish.is_none()) request.finish = as_task(finish);
   request.open_ended = open_ended;
   request.timed = timed;
+  request.traced = traced;
   request.keep_source = share(keep_source);
   request.keep_destination = share(keep_destination);
   std::shared_ptr<Transfer> transfer;
@@ -120,7 +125,41 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
   transfer->stream_wait(stream.ref);
 }
 
+// Until everything of the transfer is done. An error of the work is thrown.
+void sync_marks(const TransferMarks& marks) {
+  for (const EventPtr& event : {marks.issued, marks.end}) {
+    if (!event) continue;
+    wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+      return marks.runtime->event_sync_for(*event, slice, site_marks);
+    });
+  }
+}
+
+using Times = std::tuple<std::vector<double>, double, double, double>;
+
+Times times_of(const TransferMarks& marks, const PyEvent& base, double base_time) {
+  GilRelease released;
+  std::vector<double> ready;
+  for (const EventPtr& event : marks.ready) {
+    ready.push_back(time_of(*marks.runtime, event, base, base_time));
+  }
+  return {ready, time_of(*marks.runtime, marks.begin, base, base_time),
+          time_of(*marks.runtime, marks.copied, base, base_time),
+          time_of(*marks.runtime, marks.end, base, base_time)};
+}
+
 }  // namespace
+
+double time_of(Runtime& runtime, const EventPtr& event, const PyEvent& base, double base_time) {
+  if (!event) return std::numeric_limits<double>::quiet_NaN();
+  const double known = runtime.event_time(*event);
+  if (known == known) return known;
+  try {
+    return base_time - runtime.event_elapsed(*event, *base.event);
+  } catch (const Error&) {
+    return std::numeric_limits<double>::quiet_NaN();  // never recorded, or not done
+  }
+}
 
 std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime) {
   static std::mutex mutex;
@@ -170,6 +209,7 @@ void bind_transfer(py::module_& module) {
              return self.get()->elapsed_from(*first.get());
            })
       .def("interval", [](const PyTransfer& self) { return self.get()->interval(); })
+      .def("marks", [](const PyTransfer& self) { return self.get()->marks(); })
       .def("chunks",
            [](const PyTransfer& self) {
              py::list answer;
@@ -186,12 +226,16 @@ void bind_transfer(py::module_& module) {
         Watch::instance().add(self.get(), share(token));
       });
 
+  py::class_<TransferMarks>(module, "TransferMarks")
+      .def("synchronize", &sync_marks)
+      .def("times", &times_of, py::arg("base"), py::arg("base_time"));
+
   py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(module, "Engine")
       .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"),
            py::arg("items"), py::arg("after"), py::arg("chunk_bytes"),
            py::arg("from_host_stream") = false, py::arg("finish") = py::none(),
            py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"),
-           py::arg("timed") = true)
+           py::arg("timed") = true, py::arg("traced") = false)
       .def("complete",
            [](CopyEngine& self, PyTransfer& transfer, const PyStream& stream) {
              auto target = transfer.get();

@@ -23,6 +23,10 @@ struct PyEvent {
 
 const char* kind_name(StreamKind kind);
 
+// When a done event was reached, on the clock of Runtime::now(). `base` is a timed event of the
+// same device that was reached at `base_time`. NaN where it cannot be told.
+double time_of(Runtime& runtime, const EventPtr& event, const PyEvent& base, double base_time);
+
 // torch's current streams on the devices in use; none for a runtime without device memory.
 std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime);
 

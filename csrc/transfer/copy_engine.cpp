@@ -53,7 +53,7 @@ std::vector<EventPtr> CopyEngine::record_ready(const TransferRequest& request) {
   std::vector<EventPtr> ready;
   ready.reserve(request.after.size());
   for (StreamRef stream : request.after) {
-    ready.push_back(runtime_->event_create(stream.device));
+    ready.push_back(runtime_->event_create(stream.device, request.traced));
     runtime_->event_record(*ready.back(), stream, site_ready);
   }
   return ready;
@@ -76,6 +76,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   }
   Lane& lane = this->lane(request.device, request.direction);
   const int device = request.device;
+  request.timed = request.timed || request.traced;
   if (request.timed) transfer->begin_ = runtime_->event_create(device, true);
   transfer->copied_ = runtime_->event_create(device, request.timed);
   for (std::size_t i = 1; i < transfer->plan_.marks; ++i) {
@@ -88,6 +89,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   transfer->whole_only_ = request.finish || request.open_ended;
 
   const std::vector<EventPtr> ready = record_ready(request);
+  if (request.traced) transfer->ready_ = ready;
   std::lock_guard order(lane.order);
   const bool late = request.from_host_stream;
   try {

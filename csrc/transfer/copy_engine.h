@@ -38,6 +38,8 @@ struct TransferRequest {
   // Note when the copies begin and end. Two of them widen the gap between
   // two copies from 2 to 8 us.
   bool timed = true;
+  // Also note when the producers were ready: for a timeline. Implies timed.
+  bool traced = false;
   // The caller adds work to the copy stream after the copies and then calls complete().
   bool open_ended = false;
   // Of from_host_stream, finish and open_ended one at most.

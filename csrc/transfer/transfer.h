@@ -12,6 +12,16 @@
 
 namespace streamlap {
 
+// The events of a traced transfer, apart from it: keeping them keeps no memory alive.
+struct TransferMarks {
+  std::shared_ptr<Runtime> runtime;
+  EventPtr issued;              // null: issued by the caller's thread
+  std::vector<EventPtr> ready;  // one a producer
+  EventPtr begin;               // null: nothing was copied
+  EventPtr copied;
+  EventPtr end;  // `copied`, unless a last step follows
+};
+
 // Made by CopyEngine::submit. Safe from any thread. Errors of the work are thrown by the functions
 // that ask how far it is, each time they are asked.
 class Transfer {
@@ -45,6 +55,8 @@ class Transfer {
   // When it began and ended on the runtime's clock; NaN where unknown.
   std::pair<double, double> interval();
 
+  TransferMarks marks() const { return {runtime_, issued_, ready_, begin_, copied_, end_}; }
+
   const ChunkPlan& plan() const noexcept { return plan_; }
   const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
 
@@ -69,6 +81,7 @@ class Transfer {
   std::shared_ptr<Runtime> runtime_;
   ChunkPlan plan_;
   EventPtr issued_;              // null: issued by the caller's thread
+  std::vector<EventPtr> ready_;  // of the producers; empty: not traced
   EventPtr begin_;               // before the first copy; null: not timed
   std::vector<EventPtr> marks_;  // as the plan says; the last is also copied_
   EventPtr copied_;              // after the last copy

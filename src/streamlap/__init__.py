@@ -20,6 +20,8 @@ from streamlap.errors import (
 )
 from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
+from streamlap.traces.summary import Summary
+from streamlap.traces.timeline import Timeline, timeline
 from streamlap.transfer import Transfer
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "PoolExhausted",
     "SourceModified",
     "StreamlapError",
+    "Summary",
+    "Timeline",
     "Transfer",
     "TransferTimeout",
     "UnsupportedTensor",
@@ -50,6 +54,7 @@ __all__ = [
     "record_use",
     "run",
     "synchronize",
+    "timeline",
     "to_cpu",
     "to_device",
     "use_runtime",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, observe
 from streamlap.arrays import Source, as_destination, check_matches, overlap_between, overlapping
 from streamlap.devices import Place, current_stream
 from streamlap.errors import InvalidArgument
@@ -194,7 +194,8 @@ def submit_batch(
     engine = place.engine
     last_on_host = path == "unpack" and not to_device
     last_on_device = path == "unpack" and to_device
-    native = engine.submit(
+    submit = functools.partial(
+        engine.submit,
         device=place.index,
         to_device=to_device,
         items=batch.items,
@@ -206,6 +207,8 @@ def submit_batch(
         keep_source=batch.sources,
         keep_destination=batch.destinations,
     )
+    nbytes = sum(item[2] for item in batch.items)
+    native = observe.submitted(submit, observe.Copy(place, to_device, path, nbytes))
     if last_on_device:
         copy_stream = engine.copy_stream(place.index, True)
         try:

@@ -14,12 +14,14 @@ import torch
 from streamlap import demo, info
 from streamlap._version import __version__
 from streamlap.errors import InvalidArgument, StreamlapError
+from streamlap.traces import command as timeline_command
 
-_COMMANDS = (demo, info)
+_COMMANDS = (demo, info, timeline_command)
 _EXAMPLES = """\
 examples:
   streamlap info             what this machine and this build have
   streamlap demo             the experiment, on all GPUs or on the CPU
+  streamlap timeline         what runs when: a trace, a picture, a summary
   streamlap demo --help      its options
 """
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import sys
 from typing import Any
 
 from streamlap import experiment
+from streamlap.arguments import Progress, count, device, positive
 from streamlap.devices import devices
 from streamlap.experiment import Group, Measured, Outcome, Plan
 from streamlap.info import versions
@@ -30,9 +29,6 @@ examples:
 """
 
 
-_MOST_PRODUCTS = 10_000
-
-
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
@@ -44,15 +40,15 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--size",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="rows and columns of x (default: by the machine)",
     )
     parser.add_argument(
-        "--n", type=_count, default=50, metavar="N", help="products per device (default: 50)"
+        "--n", type=count, default=50, metavar="N", help="products per device (default: 50)"
     )
     parser.add_argument(
-        "--device", type=_device, default="all", help="all, cpu or cuda:N (default: all)"
+        "--device", type=device, default="all", help="all, cpu or cuda:N (default: all)"
     )
     parser.add_argument(
         "--dtype",
@@ -60,38 +56,15 @@ def add_parser(commands: Any) -> None:
         help="(default: fp32 and tf32 on a GPU, fp32 on a CPU)",
     )
     parser.add_argument(
-        "--repeat", type=_positive, metavar="N", help="rounds (default: 9, fewer on many devices)"
+        "--repeat", type=positive, metavar="N", help="rounds (default: 9, fewer on many devices)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run_command)
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
-    return value
-
-
-def _count(text: str) -> int:
-    value = _positive(text)
-    if value > _MOST_PRODUCTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too many; the most is {_MOST_PRODUCTS}")
-    return value
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"all|cpu|cuda:\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; write all, cpu or cuda:0")
-    return text
-
-
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit status is 1 when a result was wrong."""
-    progress = _Progress()
+    progress = Progress()
     try:
         progress.show("preparing")
         planned = experiment.plan(
@@ -105,21 +78,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     else:
         print(as_text(planned, outcome))
     return 0 if outcome.verified else 1
-
-
-class _Progress:
-    """One line on stderr that says what is being done, where a person watches."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def show(self, line: str) -> None:
-        if self._shown:
-            sys.stderr.write(f"\r\033[K{line[:100]}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        self.show("")
 
 
 # -- output

@@ -225,7 +225,7 @@ def measure(planned: Plan, report: Report) -> Outcome:
     first: dict[str, float] = {}
     begin = time.perf_counter()
     verified = True
-    with _matmul_precision_restored():
+    with matmul_precision():
         for group in planned.groups:
             for row in group.rows:
                 if row.blocking and planned.on_gpu:
@@ -253,11 +253,14 @@ def measure(planned: Plan, report: Report) -> Outcome:
 
 
 @contextlib.contextmanager
-def _matmul_precision_restored() -> Iterator[None]:
+def matmul_precision(dtype: str | None = None) -> Iterator[None]:
+    """Set what products of ``dtype`` need; in the end all is as it was."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer versions of torch point to a newer name for it
         before = torch.backends.cuda.matmul.allow_tf32
         try:
+            if dtype is not None:
+                torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
             yield
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before

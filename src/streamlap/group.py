@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, observe
 from streamlap.arrays import Tree
 from streamlap.batch import Part
 from streamlap.checks import as_callable, as_seconds
@@ -63,6 +63,12 @@ class Slot:
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until the item is issued, or will never be; False when the time is over."""
         _native.require_usable()
+        if self.filled:
+            return True
+        with observe.waiting("compute"):
+            return self._settle(timeout)
+
+    def _settle(self, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.filled:
             # In slices, so that Ctrl-C is seen.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, observe
 from streamlap.arrays import as_destination, as_source, check_matches, flatten
 from streamlap.batch import WHOLE
 from streamlap.devices import (
@@ -199,7 +199,7 @@ class InlineLane(Lane):
                 annotate(error, index - job.depth)
                 raise
         try:
-            with _current_device(job.place):
+            with _current_device(job.place), observe.compute(job.place, index):
                 value = job.fn(job.x)
             transfer = self._copy(value, index)
         except BaseException as error:
@@ -260,7 +260,9 @@ class HostLane(Lane):
 
     def _compute_and_copy(self, index: int) -> Transfer:
         try:
-            return self._copy(self._job.fn(self._job.x), index)
+            with observe.compute(self._job.place, index, self._compute):
+                value = self._job.fn(self._job.x)
+            return self._copy(value, index)
         except BaseException as error:
             annotate(error, index)
             raise

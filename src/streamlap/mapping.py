@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, observe
 from streamlap.arrays import Tree, flatten
 from streamlap.devices import (
     Place,
@@ -96,6 +97,13 @@ def _worker_place(item: Any) -> Place | None:
     return None if cuda_in_use() else place_of(torch.device("cpu"))
 
 
+def _observed(index: int) -> contextlib.AbstractContextManager[Any]:
+    if not observe.watched():
+        return contextlib.nullcontext()
+    on_gpu = cuda_in_use() and not on_worker()
+    return observe.compute(place_of(torch.device("cuda" if on_gpu else "cpu")), index)
+
+
 def _issue(
     slot: Slot,
     fn: Callable[[Any], Any],
@@ -113,7 +121,7 @@ def _issue(
             place = place_of(torch.device("cuda"))
             require_no_capture(current_stream(place), "pipelined_map()")
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _observed(index):
                 value = fn(item)
             slot.fill(start_copy(value, None, pin, dtype, pool, None))
         except Exception as error:
@@ -124,7 +132,9 @@ def _issue(
     modes = CallerModes()
 
     def compute_and_copy() -> Transfer:
-        return start_copy(fn(item), None, pin, dtype, pool, worker)
+        with observe.compute(worker, index, compute_stream(worker)):
+            value = fn(item)
+        return start_copy(value, None, pin, dtype, pool, worker)
 
     def compute() -> None:
         if _native.ending():

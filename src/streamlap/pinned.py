@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
 
-from streamlap import _native, watch
+from streamlap import _native, observe, watch
 from streamlap.checks import as_count, as_dtype
 from streamlap.devices import (
     Place,
@@ -90,6 +91,16 @@ class PinnedPool:
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
     def _allocate(self, nbytes: int) -> _native.Block:
+        recorder = observe.recorder
+        if recorder is None:
+            return self._take(nbytes)
+        misses, begin = self.stats()["misses"], time.perf_counter()
+        block = self._take(nbytes)
+        if self.stats()["misses"] > misses:
+            recorder.grew(nbytes, begin)
+        return block
+
+    def _take(self, nbytes: int) -> _native.Block:
         pool = self._pool()
         try:
             return pool.allocate(nbytes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from streamlap import watch
+from streamlap import observe, watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
 from streamlap.checks import as_callable, as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import Place, StreamLike, compute_stream, current_stream, place_of
@@ -46,13 +46,14 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     """
     watch.enter()
     count = as_count(n, "n")
-    argument, _numpy, _place = _checked_x(x, fn, 0)
+    argument, _numpy, place = _checked_x(x, fn, 0)
     compute = square if fn is None else as_callable(fn, "fn")
     results = []
     with torch.no_grad():
         for index in range(count):
             try:
-                results.append(compute(argument))
+                with observe.compute(place, index):
+                    results.append(compute(argument))
             except BaseException as error:
                 annotate(error, index)
                 raise
@@ -95,7 +96,8 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
             if control.stopped:
                 break
             try:
-                results[lane].append(modes.run(compute, checked[lane][0]))
+                with observe.compute(checked[lane][2], index):
+                    results[lane].append(modes.run(compute, checked[lane][0]))
             except BaseException as raised:
                 error = annotate(raised, index)
                 control.stop(error)
@@ -111,7 +113,8 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
             for index in range(count):
                 for lane in inline:
                     try:
-                        results[lane].append(compute(checked[lane][0]))
+                        with observe.compute(checked[lane][2], index):
+                            results[lane].append(compute(checked[lane][0]))
                     except Exception as raised:
                         annotate(raised, index)
                         raise

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, observe
 from streamlap.arrays import Source, as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
@@ -134,7 +135,8 @@ def _plan_simple(
     dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
     copied = Copied(dst, source.as_numpy)
     item = (dst.data_ptr(), tensor.data_ptr(), count * dst.itemsize, dst.itemsize, None)
-    native = place.engine.submit(
+    submit = functools.partial(
+        place.engine.submit,
         device=place.index,
         to_device=False,
         items=[item],
@@ -144,6 +146,7 @@ def _plan_simple(
         keep_destination=dst,
     )
     path = "direct" if place.is_cuda else "host"
+    native = observe.submitted(submit, observe.Copy(place, False, path, item[2]))
     copied.part = Part(native, place, path, [0], place.is_cuda, place)
     return Planned([copied], [copied.part], [source])
 

@@ -8,11 +8,12 @@ the usual call has a short way of its own, which does the same with less.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 
-from streamlap import _native, watch
+from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.lanes import Control, InlineLane, Job, annotate
@@ -45,17 +46,20 @@ def _start_copy(
     """
     count = product.numel()
     dst = pool._new(product.shape, product.dtype, None, count)
-    native = place.engine.submit(
+    nbytes = count * dst.itemsize
+    submit = functools.partial(
+        place.engine.submit,
         device=place.index,
         to_device=False,
-        items=[(dst.data_ptr(), product.data_ptr(), count * dst.itemsize, dst.itemsize, None)],
+        items=[(dst.data_ptr(), product.data_ptr(), nbytes, dst.itemsize, None)],
         after=[stream],
         chunk_bytes=WHOLE,
         keep_source=(product, x),  # a caller's x may be another stream's memory
         keep_destination=dst,
-        timed=timed,
     )
-    return native, dst
+    if not observe.watched():
+        return submit(timed=timed), dst
+    return observe.submitted(submit, observe.Copy(place, False, "direct", nbytes), timed), dst
 
 
 def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
@@ -82,6 +86,7 @@ class ProductLane(InlineLane):
         assert transfer is not None
         for part in transfer._parts:
             _make_room(part.native, self._stream)
+            observe.stream_waits(self._stream, part.place, part.native)
 
     def _copy(self, value: torch.Tensor, index: int) -> Transfer:
         if not value.numel():
@@ -110,7 +115,7 @@ def usual_products(
         return None
     if n < 1 or depth is not None or (pin is not None and pin is not True) or pool is not None:
         return None
-    if _native.enter() or not watch.started():
+    if _native.enter() or not watch.started() or observe.watched():
         return None
     if torch.cuda.current_device() != x.get_device():
         with torch.cuda.device(x.get_device()):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native, watch
+from streamlap import _native, observe, watch
 from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
 from streamlap.batch import Copied, Part
 from streamlap.checks import as_callable, as_seconds
@@ -221,7 +221,8 @@ class Transfer:
             for piece, (leaf, offset, nbytes) in enumerate(part.native.chunks()):
                 index = part.leaves[leaf]
                 tensor: torch.Tensor = self._leaves[index].tensor
-                self._call(part.native.chunk_sync, piece)
+                with self._waiting(part):
+                    self._call(part.native.chunk_sync, piece)
                 if tensor.is_contiguous() and nbytes < tensor.nbytes:
                     first = offset // tensor.itemsize
                     yield index, first, tensor.view(-1)[first : first + nbytes // tensor.itemsize]
@@ -278,16 +279,23 @@ class Transfer:
         self._raise_error()
         for part in self._parts:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._call(part.native.sync, left):
+            with self._waiting(part):
+                done = self._call(part.native.sync, left)
+            if not done:
                 raise TransferTimeout(
                     f"a transfer of {self.nbytes} bytes was not done within {timeout} s"
                 )
 
     def _order(self, part: Part, stream: _native.Stream | None) -> None:
         if stream is None:
-            self._call(part.native.sync)
+            with self._waiting(part):
+                self._call(part.native.sync)
         else:
             self._call(part.native.wait_on_stream, stream)
+            observe.stream_waits(stream, part.place, part.native)
+
+    def _waiting(self, part: Part) -> contextlib.AbstractContextManager[Any]:
+        return observe.waiting(observe.lane_of(part.place, self._to_device, part.path))
 
     def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -409,7 +417,8 @@ class Transfer:
         first, last, spec = child
         for leaf in self._leaves[first:last]:
             if isinstance(leaf, Copied) and leaf.part is not None:
-                self._call(leaf.part.native.leaf_sync, leaf.position)
+                with self._waiting(leaf.part):
+                    self._call(leaf.part.native.leaf_sync, leaf.position)
         self._check_borrowed()
         self._raise_modified()
         values = [

@@ -1,0 +1,1 @@
+"""Timelines: recording, figures, pictures."""
