@@ -11,15 +11,16 @@ from typing import NoReturn
 
 import torch
 
-from streamlap import demo, info
+from streamlap import bench, demo, info
 from streamlap._version import __version__
 from streamlap.errors import InvalidArgument, StreamlapError
 
-_COMMANDS = (demo, info)
+_COMMANDS = (demo, bench, info)
 _EXAMPLES = """\
 examples:
   streamlap info             what this machine and this build have
   streamlap demo             the experiment, on all GPUs or on the CPU
+  streamlap bench --quick    does the bench suite work here?
   streamlap demo --help      its options
 """
 
