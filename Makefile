@@ -3,6 +3,7 @@
 PYTHON ?= python3
 STREAMLAP_CUDA ?= AUTO
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 export STREAMLAP_CUDA
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -17,13 +18,19 @@ CPP_LIST = $(CPP_FILES) 2>/dev/null | sort
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test gpu build build-host lint types format cpp-test py-test wheel clean
+.PHONY: help demo bench bench-report test gpu build build-host lint types format cpp-test py-test wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: build ## build and run the demo on what this machine has
 	$(VENV)/bin/streamlap demo
+
+bench: build ## measure streamlap beside its peers; keep it in benches/results (BENCH_ARGS=--quick)
+	$(VENV)/bin/streamlap bench $(BENCH_ARGS)
+
+bench-report: build ## write docs/performance.md from benches/results
+	$(VENV)/bin/streamlap bench --report
 
 test: lint types build build-host cpp-test py-test ## lint, types, builds with and without CUDA, tests
 

@@ -1,0 +1,1 @@
+"""The bench suite: streamlap beside its peers. ``streamlap bench`` runs it."""

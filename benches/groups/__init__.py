@@ -1,0 +1,15 @@
+"""The groups, one a file. Each has ``TITLE``, ``ABOUT``, ``NOT_ON_CPU`` (why not, or empty) and
+``plan(setting)``, which returns its tables. A new group is a file and a name here.
+"""
+
+from . import first, job, ordinary, pinned, small, tiny, two_gpus
+
+GROUPS = {
+    "job": job,
+    "first": first,
+    "ordinary": ordinary,
+    "pinned": pinned,
+    "tiny": tiny,
+    "small": small,
+    "two_gpus": two_gpus,
+}

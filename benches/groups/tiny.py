@@ -1,0 +1,53 @@
+"""Tiny products: what a call costs."""
+
+from __future__ import annotations
+
+import functools
+
+from ..ours import PipelinedRun
+from ..peers.cupy_by_hand import CuPyByHand
+from ..peers.graph_by_hand import GraphByHand
+from ..peers.side_stream import SideStream
+from ..peers.stock_non_blocking import NonBlocking
+from ..rows import Planned, Row, Setting, Table
+from ..work import Job
+from .job import dtypes
+
+TITLE = "Tiny products"
+ABOUT = (
+    "The same job with 256x256 matrices: the GPU is done at once, and what is left is the cost of "
+    "the calls. A graph that was captured before has the least of them."
+)
+NOT_ON_CPU = "its cost is that of CUDA calls"
+
+SIZE = 256
+
+
+def _rows(job: Job) -> list[Row]:
+    return [
+        Row("stock non_blocking", lambda: NonBlocking(job)),
+        Row("side stream by hand", lambda: SideStream([job])),
+        Row("CuPy by hand", lambda: CuPyByHand(job)),
+        Row("captured graph by hand", lambda: GraphByHand(job)),
+        Row("pipelined_run", lambda: PipelinedRun([job]), "ours"),
+    ]
+
+
+def plan(setting: Setting) -> list[Planned]:
+    n = 8 if setting.quick else 50
+
+    def build(dtype: str) -> Table:
+        job = Job(setting.device, SIZE, dtype, n)
+        return Table(
+            _rows(job),
+            [setting.device],
+            job.change,
+            job.expected,
+            nbytes=job.nbytes,
+            count=n,
+            settings={"size": SIZE, "n": n, "dtype": dtype},
+        )
+
+    dtype = setting.dtype or dtypes(setting)[0]
+    title = f"{n} products of {SIZE}x{SIZE}, {dtype}"
+    return [Planned(title, functools.partial(build, dtype), tf32=dtype == "tf32")]

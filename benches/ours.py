@@ -1,0 +1,98 @@
+"""streamlap's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import streamlap
+from streamlap.devices import place_of
+from streamlap.pinned import pool_for
+
+from .checks import poison
+from .peers.torch_memory import touch
+from .rows import Tensors, Way
+from .work import Job
+
+
+class PipelinedRun(Way):
+    """``pipelined_run``, on one device or several."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = list(jobs)
+        self.xs = [job.x for job in jobs]
+        self.n = jobs[0].n
+
+    def go(self) -> Tensors:
+        if len(self.xs) == 1:
+            return streamlap.pipelined_run(self.xs[0], n=self.n)
+        lists = streamlap.pipelined_run(self.xs, n=self.n)
+        return [result for results in lists for result in results]
+
+
+class ToCpu(Way):
+    """``to_cpu`` of a list, into new memory."""
+
+    def __init__(self, sources: Sequence[torch.Tensor], pin: bool | None = None) -> None:
+        self.sources = list(sources)
+        self.pin = pin
+
+    def go(self) -> Tensors:
+        return streamlap.to_cpu(self.sources, pin=self.pin).result()
+
+
+class ToCpuOut(Way):
+    """``to_cpu`` of a list, into ordinary memory whose pages are there."""
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        self.sources = list(sources)
+        self.out = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+
+    def poison(self) -> None:
+        poison(self.out)
+
+    def go(self) -> Tensors:
+        return streamlap.to_cpu(self.sources, out=self.out).result()
+
+
+class PoolGrowth(Way):
+    """One new block of a pool, with nothing cached."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.pinned = device.type == "cuda"
+        self.pool = pool_for(place_of(device))  # empty: the suite trims it between tables
+        self.block: torch.Tensor | None = None
+
+    def before(self) -> None:
+        self.block = None
+        self.pool.trim()
+
+    def go(self) -> Tensors:
+        self.block = streamlap.empty_pinned(self.nbytes, torch.uint8, self.pool)
+        if not self.pinned:
+            touch(self.block)
+        return [self.block]
+
+    def close(self) -> None:
+        self.before()
+
+
+class PoolReuse(Way):
+    """A block taken and let go of, again and again."""
+
+    def __init__(self, nbytes: int, device: torch.device, times: int) -> None:
+        self.nbytes = nbytes
+        self.pinned = device.type == "cuda"
+        self.times = times
+        self.pool = pool_for(place_of(device))
+
+    def go(self) -> Tensors:
+        for _ in range(self.times):
+            block = None
+            block = streamlap.empty_pinned(self.nbytes, torch.uint8, self.pool)
+            if not self.pinned:
+                touch(block)
+        assert block is not None
+        return [block]

@@ -1,0 +1,1 @@
+"""The peers, one a file: what people write without streamlap."""
