@@ -11,15 +11,16 @@ from typing import NoReturn
 
 import torch
 
-from streamlap import demo, info
+from streamlap import demo, info, verify_command
 from streamlap._version import __version__
 from streamlap.errors import InvalidArgument, StreamlapError
 
-_COMMANDS = (demo, info)
+_COMMANDS = (demo, info, verify_command)
 _EXAMPLES = """\
 examples:
   streamlap info             what this machine and this build have
   streamlap demo             the experiment, on all GPUs or on the CPU
+  streamlap verify           results against NumPy, stock torch and CuPy
   streamlap demo --help      its options
 """
 
