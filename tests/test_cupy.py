@@ -16,7 +16,7 @@ from helpers.data import same_bits
 from helpers.streams import eventually, finish_all, is_held, side, stays_false
 
 import streamlap
-from streamlap import _native, arrays, foreign, lanes, to_cpu, to_device
+from streamlap import _native, arrays, foreign, lanes, pipeline, to_cpu, to_device
 from streamlap.batch import Part
 from streamlap.transfer import Transfer
 
@@ -264,6 +264,18 @@ def test_a_pipeline_orders_every_stream_that_may_read_or_write_x(streams, monkey
     log.clear()
     lane.read_source(55)
     assert log == [(55, event) for event in events]
+
+
+@pytest.mark.parametrize(("handle", "own"), [(1002, True), (0, True), (2, False)])
+def test_products_are_never_allocated_on_the_per_thread_stream(handle, own, monkeypatch):
+    """It has one handle in all threads, and torch's allocator goes by handles."""
+    log = []
+    current = types.SimpleNamespace(capturing=lambda: False, wait=log.append)
+    monkeypatch.setattr(pipeline, "current_stream", lambda place: current)
+    stream = types.SimpleNamespace(handle=handle, capturing=lambda: False, record=lambda: "event")
+    given = pipeline._Input(None, True, None, stream)
+    assert pipeline._own_stream(given) is (stream if own else None)
+    assert log == ([] if own else ["event"])
 
 
 def test_the_streams_in_use_are_torch_s_and_cupy_s(streams, monkeypatch):

@@ -18,6 +18,13 @@ import torch.utils.dlpack
 from streamlap import _native
 from streamlap.errors import CaptureError, UnsupportedTensor
 
+PER_THREAD = 2
+"""CUDA's handle of the per-thread default stream: one number for another stream in each thread.
+
+torch's allocator tells streams apart by their handles. Memory that it gave out under this one could
+go from one thread to the next with nothing to order them, so none is allocated there.
+"""
+
 _CUDA = 2  # DLPack's numbers for kinds of memory
 _MANAGED = 13
 
@@ -50,8 +57,8 @@ def is_cupy(leaf: object) -> bool:
 def cupy_handle(index: int) -> int:
     """Return the raw handle of the stream that is CuPy's current one on device ``index``.
 
-    It belongs to the calling thread. CuPy says 0 for the default stream and 2 for the per-thread
-    one, which are CUDA's own names for them.
+    It belongs to the calling thread. CuPy says 0 for the default stream and ``PER_THREAD`` for the
+    per-thread one, which are CUDA's own names for them.
     """
     return int(sys.modules["cupy"].cuda.get_current_stream(index).ptr)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamlap import _native, watch
+from streamlap import _native, foreign, watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
 from streamlap.checks import as_callable, as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream, place_of
@@ -180,7 +180,8 @@ def pipelined_run(
 
     Stream order: everything starts after the work that the current stream has been given. For a
     CuPy ``x`` that is CuPy's current stream on the device of ``x``, and the default product runs
-    there, whatever torch's current stream is; a ``fn`` of your own runs on the current stream of
+    there, whatever torch's current stream is (with CuPy's per-thread default stream it runs on
+    torch's current stream, after CuPy's); a ``fn`` of your own runs on the current stream of
     the library that it calls.
 
     Thread-safe. With results in pinned memory the device holds at most ``depth`` of them. For CPU
@@ -212,12 +213,12 @@ def pipelined_run(
         place = given.place
         job = Job(
             *(compute, given.argument, fn is None, given.as_numpy, limit, pin, dtype, pool, place),
-            *(given.stream if fn is None else None, given.stream is not None),
+            *(_own_stream(given) if fn is None else None, given.stream is not None),
         )
         if place.is_cuda or on_worker():
             stream = job.stream or current_stream(place)
             _require_no_capture(stream, "pipelined_run()")
-            _require_no_capture(given.stream, "pipelined_run()")
+            _require_no_capture(given.stream, "pipelined_run()")  # fn may use it
             if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
                 lanes.append(ProductLane(job, control, stream, timed=not wait))
             else:
@@ -317,6 +318,19 @@ class _Input(NamedTuple):
     as_numpy: bool
     place: Place
     stream: _native.Stream | None
+
+
+def _own_stream(given: _Input) -> _native.Stream | None:
+    """Return the stream on which the default product of a CuPy array runs; None: torch's."""
+    if given.stream is None or given.stream.handle != foreign.PER_THREAD:
+        return given.stream
+    # Products need memory, see foreign.PER_THREAD.
+    current = current_stream(given.place)
+    assert current is not None
+    _require_no_capture(given.stream, "pipelined_run()")
+    _require_no_capture(current, "pipelined_run()")
+    current.wait(given.stream.record())
+    return None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from streamlap import foreign
 from streamlap.arrays import as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
@@ -22,6 +23,7 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
+    current_stream,
     place_of,
     require_no_capture,
 )
@@ -61,6 +63,13 @@ def plan_to_device(
         if source_place is not None:
             producer = as_stream(source.stream, source_place)
             require_no_capture(producer, "to_device()")
+            if source.stream == foreign.PER_THREAD and producer is not None:
+                # What is packed needs memory: on torch's current stream, see foreign.PER_THREAD.
+                current = current_stream(source_place)
+                require_no_capture(current, "to_device()")
+                assert current is not None
+                current.wait(producer.record())
+                producer = current
         own_stream = source_place is not None and source.stream is not None
         with on_stream(producer, source_place or place) if own_stream else contextlib.nullcontext():
             tensor, is_borrowed = _readable(
@@ -93,7 +102,9 @@ def plan_to_device(
             planned.borrowed.append(source)
     for (path, source_place, own), batch in batches.items():
         after = [] if consumer is None else [consumer]
-        producer = as_stream(own, source_place) if source_place is not None else None
+        producer = None
+        if source_place is not None:
+            producer = as_stream(None if own == foreign.PER_THREAD else own, source_place)
         if producer is not None:
             after.append(producer)
         planned.parts.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, foreign
 from streamlap.arrays import Source, as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
@@ -68,6 +68,8 @@ def plan_to_cpu(
         ignored = on_device and not place.is_cuda and not isinstance(stream, _native.Stream)
         producer = None if ignored else _producer(stream if own is None else own, place)
         require_no_capture(producer, "to_cpu()")
+        if producer is not None and place.is_cuda and producer.handle == foreign.PER_THREAD:
+            producer = _current_after(producer, place)  # what is packed here needs memory
         streams[place, own] = producer
         if place.is_cuda and any(out is not None for out in checked):
             for index, handle in streams_in_use():
@@ -160,6 +162,11 @@ def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
     if producer is None or not place.is_cuda or producer.device == place.index:
         return producer
     # A stream of another device: what is packed here must be made on this device, after it.
+    return _current_after(producer, place)
+
+
+def _current_after(producer: _native.Stream, place: Place) -> _native.Stream:
+    """Return torch's current stream of ``place``, made to wait for ``producer``."""
     current = current_stream(place)
     assert current is not None
     require_no_capture(producer, "to_cpu()")
