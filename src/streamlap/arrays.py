@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.dlpack
 from torch.utils import _pytree
 
-from streamlap.errors import CaptureError, InvalidArgument, InvalidType, UnsupportedTensor
+from streamlap import foreign
+from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 
 Tree = Any
 """A tensor or array, or lists, tuples, dicts, ... of them, as torch's pytree has it."""
@@ -31,13 +31,14 @@ class Source:
         tensor: the data as a plain tensor, on its device, without history.
         as_numpy: the result is given back as a NumPy array (NumPy and CuPy sources).
         version: the version counter of the caller's tensor at the call; None if it has none.
-        library: whose array it is; its current stream is where the caller writes to it.
+        stream: the raw handle of the stream that is current in CuPy, for a CuPy array: there the
+            caller writes to it. None: torch's current stream.
     """
 
     tensor: torch.Tensor
     as_numpy: bool
     version: int | None
-    library: str = "torch"
+    stream: int | None = None
 
 
 def as_source(leaf: object) -> Source | None:
@@ -45,6 +46,7 @@ def as_source(leaf: object) -> Source | None:
 
     Raises:
         UnsupportedTensor: sparse, quantized, meta, nested, or a subclass other than DTensor.
+        CaptureError: an array of another library during CUDA graph capture.
     """
     if isinstance(leaf, torch.Tensor):
         return source_of(leaf)
@@ -52,33 +54,16 @@ def as_source(leaf: object) -> Source | None:
         return Source(_from_numpy(leaf), True, None)
     if isinstance(leaf, np.generic):
         return None
-    if hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__"):
-        # The exporter orders torch's current stream after its own, without a host wait.
-        if _capturing():
-            raise CaptureError("an array of another library inside CUDA graph capture")
-        try:
-            library = _module(leaf)
-            return Source(torch.utils.dlpack.from_dlpack(leaf), library == "cupy", None, library)
-        except Exception as error:
-            raise UnsupportedTensor(
-                f"{type(leaf).__name__} gives torch no data: {error}"
-            ) from error
+    if foreign.is_exporter(leaf):
+        exported = foreign.export(leaf)
+        return Source(exported.tensor, exported.is_cupy, None, exported.stream)
     return None
-
-
-def _capturing() -> bool:
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bool(initialized and torch.cuda.is_current_stream_capturing())
 
 
 def source_of(tensor: torch.Tensor) -> Source:
     """Return a tensor's data; raises as :func:`as_source`."""
     plain = plain_tensor(tensor)
     return Source(plain, False, version_of(plain))
-
-
-def _module(leaf: object) -> str:
-    return type(leaf).__module__.split(".")[0]
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -37,6 +37,7 @@ class Part:
     Attributes:
         leaves: their positions in the flattened tree, in the native transfer's order.
         source_on_device: a device stream may write the sources, else the calling thread does.
+        of_cupy: the sources are CuPy's, so its current stream may write them, too.
     """
 
     native: _native.Transfer
@@ -45,6 +46,7 @@ class Part:
     leaves: list[int]
     source_on_device: bool
     source_place: Place
+    of_cupy: bool = False
 
 
 @dataclass(eq=False)
@@ -189,6 +191,7 @@ def submit_batch(
     after: list[_native.Stream],
     chunk_bytes: int,
     source_place: Place | None = None,
+    of_cupy: bool = False,
 ) -> Part:
     """Make the native call, and the last steps that torch enqueues after it."""
     engine = place.engine
@@ -217,7 +220,7 @@ def submit_batch(
         finally:
             engine.complete(native, copy_stream)
     on_device = place.is_cuda and (not to_device or source_place is not None)
-    part = Part(native, place, path, batch.leaves, on_device, source_place or place)
+    part = Part(native, place, path, batch.leaves, on_device, source_place or place, of_cupy)
     for copied in batch.copied:
         copied.part = part
     return part

@@ -11,18 +11,19 @@ from typing import NoReturn
 
 import torch
 
-from streamlap import bench, demo, info
+from streamlap import bench, demo, info, verify_command
 from streamlap._version import __version__
 from streamlap.errors import InvalidArgument, StreamlapError
 from streamlap.traces import command as timeline_command
 
-_COMMANDS = (demo, bench, timeline_command, info)
+_COMMANDS = (demo, bench, timeline_command, verify_command, info)
 _EXAMPLES = """\
 examples:
   streamlap info             what this machine and this build have
   streamlap demo             the experiment, on all GPUs or on the CPU
   streamlap timeline         what runs when: a trace, a picture, a summary
   streamlap bench --quick    does the bench suite work here?
+  streamlap verify           results against NumPy, stock torch and CuPy
   streamlap demo --help      its options
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, foreign
 from streamlap.checks import as_count
 from streamlap.errors import (
     CaptureError,
@@ -306,10 +306,19 @@ def require_no_capture(stream: _native.Stream | None, operation: str) -> None:
 
 
 def streams_in_use() -> list[tuple[int, int]]:
-    """Return torch's current stream on each device in use: who may still use a dying block."""
+    """Return the current streams on each device in use: who may still use a dying block.
+
+    torch's, and CuPy's where it is another one: CuPy reads NumPy results on its own.
+    """
     if not cuda_in_use():
         return []
-    return [(index, current_handle(index)) for index in cuda_runtime().active_devices()]
+    found = []
+    for index in cuda_runtime().active_devices():
+        found.append((index, current_handle(index)))
+        other = foreign.cupy_handle_or_none(index)
+        if other is not None and other != found[-1][1]:
+            found.append((index, other))
+    return found
 
 
 _native.set_current_streams_hook(streams_in_use)
@@ -351,7 +360,7 @@ def synchronize(device: str | int | torch.device | None = None) -> None:
         place = place_of(parse_device(device))
         place.runtime.synchronize(place.index)
         return
-    for index, _handle in streams_in_use():
+    for index in dict(streams_in_use()):
         torch.cuda.synchronize(index)
     host = host_runtime()
     for index in range(_MAX_LOGICAL):

@@ -8,21 +8,20 @@ the caller is such a worker itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from streamlap import _native, observe
+from streamlap import _native, foreign, observe
 from streamlap.arrays import as_destination, as_source, check_matches, flatten
-from streamlap.batch import WHOLE
+from streamlap.batch import WHOLE, on_stream
 from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
     compute_stream,
-    current_stream,
     require_no_capture,
 )
 from streamlap.errors import InvalidType, SourceModified
@@ -37,7 +36,12 @@ E = TypeVar("E", bound=BaseException)
 
 @dataclass(slots=True)
 class Job:
-    """What a lane computes and where its results go."""
+    """What a lane computes and where its results go.
+
+    Attributes:
+        stream: where the default product of a CuPy array runs; None: on torch's current stream.
+        of_cupy: whether ``x`` is CuPy's, so that its current stream may read and write it.
+    """
 
     fn: Callable[[Any], Any]
     x: Any
@@ -48,6 +52,8 @@ class Job:
     dtype: torch.dtype | None
     pool: PinnedPool | None
     place: Place
+    stream: _native.Stream | None = None
+    of_cupy: bool = False
 
 
 class Control:
@@ -188,7 +194,7 @@ class Lane:
 class InlineLane(Lane):
     """Issued by the caller's thread, on its current stream, under the caller's ``no_grad``."""
 
-    _last_read: _native.Event | None = None
+    _last_reads: Sequence[_native.Event] = ()
 
     def issue(self, index: int) -> None:
         job = self._job
@@ -199,9 +205,10 @@ class InlineLane(Lane):
                 annotate(error, index - job.depth)
                 raise
         try:
-            with _current_device(job.place), observe.compute(job.place, index):
-                value = job.fn(job.x)
-            transfer = self._copy(value, index)
+            with on_stream(job.stream, job.place):
+                with _current_device(job.place), observe.compute(job.place, index):
+                    value = job.fn(job.x)
+                transfer = self._copy(value, index)
         except BaseException as error:
             annotate(error, index)
             raise
@@ -216,14 +223,22 @@ class InlineLane(Lane):
         transfer._wait_done()
 
     def all_issued(self) -> None:
-        current = current_stream(self._job.place)
-        self._last_read = None if current is None else current.record()
+        self._last_reads = [stream.record() for stream in self._users(None)]
 
     def read_source(self, stream: StreamLike) -> None:
-        writer = as_stream(stream, self._job.place)
-        require_no_capture(writer, "wait_source()")
-        if writer is not None and self._last_read is not None:
-            writer.wait(self._last_read)
+        for writer in self._users(stream):
+            require_no_capture(writer, "wait_source()")
+            for read in self._last_reads:
+                writer.wait(read)
+
+    def _users(self, stream: StreamLike) -> list[_native.Stream]:
+        """Return the streams that read or write x: the given one, or all that are current."""
+        job = self._job
+        found = [as_stream(stream, job.place)]
+        if stream is None and job.place.is_cuda and job.of_cupy:
+            found.append(as_stream(foreign.cupy_handle(job.place.index), job.place))
+            found.append(job.stream)
+        return [user for user in found if user is not None]
 
 
 def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:

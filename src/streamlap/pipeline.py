@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from streamlap import observe, watch
+from streamlap import _native, foreign, observe, watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
 from streamlap.checks import as_callable, as_count, as_dtype, as_flag, as_pin
-from streamlap.devices import Place, StreamLike, compute_stream, current_stream, place_of
+from streamlap.devices import Place, StreamLike, as_stream, compute_stream, current_stream, place_of
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted, UnsupportedTensor
 from streamlap.group import Slot, TransferGroup
@@ -33,7 +33,7 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     Args:
         x: a square matrix for the default ``fn``, else whatever ``fn`` takes.
         n: how often.
-        fn: ``x.mm(x)`` if left out. It runs under ``no_grad``.
+        fn: ``x.mm(x)`` if left out, which gives tensors. It runs under ``no_grad``.
 
     On a GPU the results are not finished when this returns, as with any torch operation; on a CPU
     they are.
@@ -42,18 +42,20 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
         InvalidArgument, InvalidType: ``n`` is no count, ``x`` is not square for the default ``fn``.
         Exception: what ``fn`` raised, with ``.streamlap_index``.
 
-    Stream order: on the caller's current stream. Thread-safe.
+    Stream order: on the caller's current stream. With a CuPy ``x`` and the default ``fn``, after
+    what CuPy's current stream has been given, whose later work comes after the products.
+    Thread-safe.
     """
     watch.enter()
     count = as_count(n, "n")
-    argument, _numpy, place = _checked_x(x, fn, 0)
+    given = _checked_x(x, fn, 0)
     compute = square if fn is None else as_callable(fn, "fn")
     results = []
-    with torch.no_grad():
+    with torch.no_grad(), _lent_to_torch(given):
         for index in range(count):
             try:
-                with observe.compute(place, index):
-                    results.append(compute(argument))
+                with observe.compute(given.place, index):
+                    results.append(compute(given.argument))
             except BaseException as error:
                 annotate(error, index)
                 raise
@@ -74,7 +76,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     Raises:
         As :func:`run`.
 
-    Stream order: on the caller's current streams. Thread-safe.
+    Stream order: on the caller's current streams, as :func:`run`. Thread-safe.
     """
     watch.enter()
     count = as_count(n, "n")
@@ -84,7 +86,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     checked = [_checked_x(x, fn, position) for position, x in enumerate(xs)]
     results: list[list[Any]] = [[] for _ in checked]
     here = on_worker()
-    inline = [lane for lane, (_, _, place) in enumerate(checked) if place.is_cuda or here]
+    inline = [lane for lane, given in enumerate(checked) if given.place.is_cuda or here]
     workers = [lane for lane in range(len(checked)) if lane not in inline]
     modes = CallerModes()
     slots = []
@@ -96,8 +98,8 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
             if control.stopped:
                 break
             try:
-                with observe.compute(checked[lane][2], index):
-                    results[lane].append(modes.run(compute, checked[lane][0]))
+                with observe.compute(checked[lane].place, index):
+                    results[lane].append(modes.run(compute, checked[lane].argument))
             except BaseException as raised:
                 error = annotate(raised, index)
                 control.stop(error)
@@ -107,14 +109,16 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     try:
         for lane in workers:
             slot = Slot()
-            compute_stream(checked[lane][2]).launch(functools.partial(work, lane, slot))
+            compute_stream(checked[lane].place).launch(functools.partial(work, lane, slot))
             slots.append(slot)
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as lent:
+            for lane in inline:
+                lent.enter_context(_lent_to_torch(checked[lane]))
             for index in range(count):
                 for lane in inline:
                     try:
-                        with observe.compute(checked[lane][2], index):
-                            results[lane].append(compute(checked[lane][0]))
+                        with observe.compute(checked[lane].place, index):
+                            results[lane].append(compute(checked[lane].argument))
                     except Exception as raised:
                         annotate(raised, index)
                         raise
@@ -177,6 +181,12 @@ def pipelined_run(
         Exception: what ``fn`` raised, the original object, with ``.streamlap_index``. What was in
             flight was waited for, and every buffer given back.
 
+    Stream order: everything starts after the work that the current stream has been given. For a
+    CuPy ``x`` that is CuPy's current stream on the device of ``x``, and the default product runs
+    there, whatever torch's current stream is (with CuPy's per-thread default stream it runs on
+    torch's current stream, after CuPy's); a ``fn`` of your own runs on the current stream of
+    the library that it calls.
+
     Thread-safe. With results in pinned memory the device holds at most ``depth`` of them. For CPU
     tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
     for a thread that itself runs a pipeline there (``fn`` itself may run one).
@@ -194,7 +204,7 @@ def pipelined_run(
     _check_panels(panels)
     compute = square if fn is None else as_callable(fn, "fn")
     checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
-    outs = _checked_outs(out, many, count, [pair[0] for pair in checked], fn, dtype)
+    outs = _checked_outs(out, many, count, [given.argument for given in checked], fn, dtype)
     pinned = pin is not False
     if fn is None and out is None and pinned:
         _check_room(checked, count, dtype, pool)
@@ -202,11 +212,16 @@ def pipelined_run(
     control = Control()
     modes: CallerModes | None = None
     lanes: list[Lane] = []
-    for (argument, as_numpy, place), lane_out in zip(checked, outs, strict=True):
-        job = Job(compute, argument, fn is None, as_numpy, limit, pin, dtype, pool, place)
+    for given, lane_out in zip(checked, outs, strict=True):
+        place = given.place
+        job = Job(
+            *(compute, given.argument, fn is None, given.as_numpy, limit, pin, dtype, pool, place),
+            *(_own_stream(given) if fn is None else None, given.stream is not None),
+        )
         if place.is_cuda or on_worker():
-            stream = current_stream(place)
+            stream = job.stream or current_stream(place)
             _require_no_capture(stream, "pipelined_run()")
+            _require_no_capture(given.stream, "pipelined_run()")  # fn may use it
             if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
                 lanes.append(ProductLane(job, control, stream, timed=not wait))
             else:
@@ -296,22 +311,63 @@ def _check_panels(panels: object) -> None:
         raise InvalidArgument(f"panels must be 1 or None so far, not {panels!r}")
 
 
-def _checked_x(x: Any, fn: Fn | None, position: int) -> tuple[Any, bool, Place]:
-    """Return what ``fn`` is given, whether results are NumPy arrays, and where it runs."""
+class _Input(NamedTuple):
+    """An ``x``: what ``fn`` is given, whether results are NumPy arrays, and where it runs.
+
+    ``stream`` is CuPy's current one for a CuPy array on a GPU, else None.
+    """
+
+    argument: Any
+    as_numpy: bool
+    place: Place
+    stream: _native.Stream | None
+
+
+def _own_stream(given: _Input) -> _native.Stream | None:
+    """Return the stream on which the default product of a CuPy array runs; None: torch's."""
+    if given.stream is None or given.stream.handle != foreign.PER_THREAD:
+        return given.stream
+    # Products need memory, see foreign.PER_THREAD.
+    current = current_stream(given.place)
+    assert current is not None
+    _require_no_capture(given.stream, "pipelined_run()")
+    _require_no_capture(current, "pipelined_run()")
+    current.wait(given.stream.record())
+    return None
+
+
+@contextlib.contextmanager
+def _lent_to_torch(given: _Input) -> Iterator[None]:
+    """Let torch's current stream read a CuPy array: after CuPy's work, and before what follows."""
+    current = current_stream(given.place)
+    if given.stream is None or current is None or not isinstance(given.argument, torch.Tensor):
+        yield
+        return
+    _require_no_capture(given.stream, "run()")
+    current.wait(given.stream.record())
+    try:
+        yield
+    finally:
+        given.stream.wait(current.record())
+
+
+def _checked_x(x: Any, fn: Fn | None, position: int) -> _Input:
+    """Return an ``x`` as the pipelines need it."""
     source = as_source(x)
     if source is None:
         raise InvalidType(f"x must be a tensor or an array on a device, not {type(x).__name__}")
     tensor = source.tensor
     place = place_of(tensor.device, position)
+    stream = as_stream(source.stream, place) if source.stream is not None else None
     if fn is not None:
-        return x, source.as_numpy, place
+        return _Input(x, source.as_numpy, place, stream)
     if tensor.ndim != 2 or tensor.shape[0] != tensor.shape[1]:
         raise InvalidArgument(
             f"x must be a square matrix for the default fn, x.mm(x), not {tuple(tensor.shape)}; "
             "pass fn for anything else"
         )
     _check_multiplies(tensor)
-    return tensor, source.as_numpy, place
+    return _Input(tensor, source.as_numpy, place, stream)
 
 
 def _check_multiplies(x: torch.Tensor) -> None:
@@ -362,15 +418,16 @@ def _checked_outs(
 
 
 def _check_room(
-    checked: list[tuple[Any, bool, Place]],
+    checked: list[_Input],
     n: int,
     dtype: torch.dtype | None,
     pool: PinnedPool | None,
 ) -> None:
     """Refuse results that can never fit, before the first product."""
     counts: dict[tuple[PinnedPool, int], int] = {}
-    for tensor, _numpy, place in checked:
-        key = (pool or pool_for(place), tensor.numel() * (dtype or tensor.dtype).itemsize)
+    for given in checked:
+        tensor = given.argument
+        key = (pool or pool_for(given.place), tensor.numel() * (dtype or tensor.dtype).itemsize)
         counts[key] = counts.get(key, 0) + n
     # Inputs of different sizes are judged one size at a time; the rest shows when it is reached.
     for (target, nbytes), count in counts.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from streamlap import foreign
 from streamlap.arrays import as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
@@ -52,17 +53,28 @@ def plan_to_device(
     consumer = as_stream(stream, place)
     require_no_capture(consumer, "to_device()")
     planned = Planned(list(leaves))
-    batches: dict[tuple[str, Place | None], Batch] = {}
+    batches: dict[tuple[str, Place | None, int | None], Batch] = {}
     for index, source in enumerate(sources):
         if source is None:
             continue
         from_device = source.tensor.device.type != "cpu"
         source_place = place_of(source.tensor.device) if from_device else None
+        producer = None
         if source_place is not None:
-            require_no_capture(current_stream(source_place), "to_device()")
-        tensor, is_borrowed = _readable(
-            source.tensor, dtype if from_device else None, checked[index]
-        )
+            producer = as_stream(source.stream, source_place)
+            require_no_capture(producer, "to_device()")
+            if source.stream == foreign.PER_THREAD and producer is not None:
+                # What is packed needs memory: on torch's current stream, see foreign.PER_THREAD.
+                current = current_stream(source_place)
+                require_no_capture(current, "to_device()")
+                assert current is not None
+                current.wait(producer.record())
+                producer = current
+        own_stream = source_place is not None and source.stream is not None
+        with on_stream(producer, source_place or place) if own_stream else contextlib.nullcontext():
+            tensor, is_borrowed = _readable(
+                source.tensor, dtype if from_device else None, checked[index]
+            )
         with contextlib.nullcontext() if stream is None else on_stream(consumer, place):
             landing, final = _landing(tensor, checked[index], dtype or tensor.dtype, target)
         copied = Copied(final, False, outs[index])
@@ -78,7 +90,8 @@ def plan_to_device(
                     tensor.shape, tensor.dtype, tensor.stride(), tensor.numel()
                 )
                 tensor, is_borrowed = staged.copy_(tensor), False
-        batch = batches.setdefault((path, source_place), Batch())
+        own = source.stream if source_place is not None else None
+        batch = batches.setdefault((path, source_place, own), Batch())
         batch.add(index, copied, landing, tensor)
         if tensor is not source.tensor:
             batch.sources.append(source.tensor)
@@ -87,13 +100,17 @@ def plan_to_device(
             batch.destinations.append(final)
         if is_borrowed:
             planned.borrowed.append(source)
-    for (path, source_place), batch in batches.items():
+    for (path, source_place, own), batch in batches.items():
         after = [] if consumer is None else [consumer]
-        producer = current_stream(source_place) if source_place is not None else None
+        producer = None
+        if source_place is not None:
+            producer = as_stream(None if own == foreign.PER_THREAD else own, source_place)
         if producer is not None:
             after.append(producer)
         planned.parts.append(
-            submit_batch(batch, path, place, True, after, chunk_bytes, source_place)
+            submit_batch(
+                batch, path, place, True, after, chunk_bytes, source_place, own is not None
+            )
         )
     return planned
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native, observe
+from streamlap import _native, foreign, observe
 from streamlap.arrays import Source, as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
@@ -52,28 +52,33 @@ def plan_to_cpu(
         if simple is not None:
             return simple
     checked = checked_outs(sources, outs, torch.device("cpu"), dtype)
-    groups: dict[Place, list[int]] = {}
+    groups: dict[tuple[Place, int | None], list[int]] = {}  # by the stream that orders them
     for index, source in enumerate(sources):
         if source is None:
             continue
         on_host = source.tensor.device.type == "cpu"
         place = (on_host and host_place) or place_of(source.tensor.device)
-        groups.setdefault(place, []).append(index)
+        own = source.stream if stream is None and place.is_cuda else None
+        groups.setdefault((place, own), []).append(index)
 
     planned = Planned(list(leaves))
-    on_device = any(place.is_cuda for place in groups)
-    streams: dict[Place, _native.Stream | None] = {}
-    for place in groups:
+    on_device = any(place.is_cuda for place, _own in groups)
+    streams: dict[tuple[Place, int | None], _native.Stream | None] = {}
+    for place, own in groups:
         # In a tree of both, CPU leaves were written by the calling thread, not by that stream.
         ignored = on_device and not place.is_cuda and not isinstance(stream, _native.Stream)
-        streams[place] = None if ignored else _producer(stream, place)
-        require_no_capture(streams[place], "to_cpu()")
+        producer = None if ignored else _producer(stream if own is None else own, place)
+        require_no_capture(producer, "to_cpu()")
+        if producer is not None and place.is_cuda and producer.handle == foreign.PER_THREAD:
+            producer = _current_after(producer, place)  # what is packed here needs memory
+        streams[place, own] = producer
         if place.is_cuda and any(out is not None for out in checked):
             for index, handle in streams_in_use():
                 require_no_capture(place.runtime.adopt(index, handle), "to_cpu(out=...)")
 
-    for place, indices in groups.items():
-        producer = streams[place]
+    for (place, own), indices in groups.items():
+        producer = streams[place, own]
+        of_cupy = any(getattr(sources[index], "stream", None) is not None for index in indices)
         batches: dict[str, Batch] = {}
         borrowed: list[Source] = []
         work: list[tuple[int, Copied, torch.Tensor | None]] = []
@@ -85,7 +90,8 @@ def plan_to_cpu(
             copied, stage = _destination(source, out, outs[index], dtype, pin, pool, place, small)
             planned.leaves[index] = copied
             work.append((index, copied, stage))
-        with contextlib.nullcontext() if stream is None else on_stream(producer, place):
+        is_current = stream is None and own is None
+        with contextlib.nullcontext() if is_current else on_stream(producer, place):
             for index, copied, stage in work:
                 source = sources[index]
                 assert source is not None
@@ -100,7 +106,9 @@ def plan_to_cpu(
                 if producer is None or (index, handle) != (producer.device, producer.handle)
             ]
         for path, batch in batches.items():
-            planned.parts.append(submit_batch(batch, path, place, False, after, chunk_bytes))
+            planned.parts.append(
+                submit_batch(batch, path, place, False, after, chunk_bytes, of_cupy=of_cupy)
+            )
         planned.borrowed += borrowed
     return planned
 
@@ -129,7 +137,8 @@ def _plan_simple(
     if not count or not (contiguous or is_dense(tensor)):
         return None
     place = (not tensor.is_cuda and host_place) or place_of(tensor.device)
-    producer = _producer(stream, place)
+    own = source.stream if stream is None and place.is_cuda else None
+    producer = _producer(stream if own is None else own, place)
     require_no_capture(producer, "to_cpu()")
     stride = None if contiguous else tensor.stride()
     dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
@@ -147,7 +156,7 @@ def _plan_simple(
     )
     path = "direct" if place.is_cuda else "host"
     native = observe.submitted(submit, observe.Copy(place, False, path, item[2]))
-    copied.part = Part(native, place, path, [0], place.is_cuda, place)
+    copied.part = Part(native, place, path, [0], place.is_cuda, place, source.stream is not None)
     return Planned([copied], [copied.part], [source])
 
 
@@ -156,6 +165,11 @@ def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
     if producer is None or not place.is_cuda or producer.device == place.index:
         return producer
     # A stream of another device: what is packed here must be made on this device, after it.
+    return _current_after(producer, place)
+
+
+def _current_after(producer: _native.Stream, place: Place) -> _native.Stream:
+    """Return torch's current stream of ``place``, made to wait for ``producer``."""
     current = current_stream(place)
     assert current is not None
     require_no_capture(producer, "to_cpu()")

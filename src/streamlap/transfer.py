@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import operator
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native, observe, watch
+from streamlap import _native, foreign, observe, watch
 from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
 from streamlap.batch import Copied, Part
 from streamlap.checks import as_callable, as_seconds
@@ -95,20 +94,20 @@ class Transfer:
         """Order a later writer of the source after the copy has read it.
 
         Args:
-            stream: the writer's stream; None: the current stream of the source's device. A source
-                in host memory is written by the calling thread, so that thread waits.
+            stream: the writer's stream; None: the current stream of the source's device, and
+                CuPy's for a CuPy array. A source in host memory is written by the calling thread,
+                so that thread waits.
 
         From here on the source is no longer borrowed.
         """
         self._raise_error()
         writers = [(part, self._writer(part, stream)) for part in self._parts]
-        if stream is None and any(source.library == "cupy" for source in self._borrowed):
-            own = sys.modules["cupy"].cuda.get_current_stream()
-            writers += [
-                (part, self._consumer(part.source_place, own))
-                for part in self._parts
-                if part.source_on_device
-            ]
+        if stream is None:
+            # Packed sources are no longer borrowed, but CuPy's current stream may have changed.
+            for part in self._parts:
+                if part.of_cupy:
+                    own = foreign.cupy_handle(part.source_place.index)
+                    writers.append((part, self._consumer(part.source_place, own)))
         self._return_borrowed()
         for part, writer in writers:
             self._order(part, writer)
