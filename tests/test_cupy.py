@@ -140,7 +140,7 @@ def test_strides_that_are_no_multiple_of_an_element_are_copied_first(streams):
 @pytest.mark.parametrize("call", [to_cpu, lambda x: to_device(x, "cpu"), streamlap.pipelined_run])
 def test_negative_strides_of_others_are_refused(call):
     x = Standin(np.arange(9.0).reshape(3, 3)[::-1])
-    with pytest.raises(streamlap.UnsupportedTensor, match="Standin has strides"):
+    with pytest.raises(streamlap.UnsupportedTensor, match="Standin with negative strides"):
         call(x)
     assert x.asked == []
 
@@ -213,6 +213,17 @@ def test_an_array_during_capture_is_refused(streams, monkeypatch):
     assert x.asked == []
 
 
+def test_strides_in_elements_are_no_reason_to_refuse():
+    """Other libraries need not count in bytes."""
+
+    class InElements(Standin):
+        strides = property(lambda self: [step // self.itemsize for step in self.array.strides])
+
+    x = InElements(np.arange(6.0).reshape(2, 3))
+    assert x.strides == [3, 1]
+    assert np.array_equal(to_cpu(x).result().numpy(), x.array)
+
+
 def test_an_exporter_that_fails_is_named():
     class Failing(Standin):
         def __dlpack__(self, **options):
@@ -278,6 +289,23 @@ def test_products_are_never_allocated_on_the_per_thread_stream(handle, own, monk
     assert log == ([] if own else ["event"])
 
 
+def test_out_is_written_after_what_the_caller_s_streams_still_read(monkeypatch):
+    log = []
+
+    def adopt(index, handle):
+        return types.SimpleNamespace(capturing=lambda: False, record=lambda: (index, handle))
+
+    place = types.SimpleNamespace(is_cuda=True, index=0, runtime=types.SimpleNamespace(adopt=adopt))
+    monkeypatch.setattr(lanes, "streams_in_use", lambda: [(0, 7), (1, 8)])
+    for stream in (types.SimpleNamespace(wait=log.append), None):
+        job = lanes.Job(None, None, True, True, 4, None, None, None, place, stream, True)
+        lanes.InlineLane(job, None, lanes.Control()).start()
+        assert log == []
+        lanes.InlineLane(job, [np.empty(3)], lanes.Control()).start()
+        assert log == ([] if stream is None else [(0, 7), (1, 8)])
+        log.clear()
+
+
 def test_the_streams_in_use_are_torch_s_and_cupy_s(streams, monkeypatch):
     runtime = types.SimpleNamespace(active_devices=lambda: [0, 3])
     monkeypatch.setattr(devices, "cuda_in_use", lambda: True)
@@ -286,6 +314,16 @@ def test_the_streams_in_use_are_torch_s_and_cupy_s(streams, monkeypatch):
     assert devices.streams_in_use() == [(0, 1000), (3, 5), (3, 1003)]
     assert streams.asked == [0, 3]
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace())  # half imported
+    assert devices.streams_in_use() == [(0, 1000), (3, 5)]
+
+    def fails(index):
+        raise RuntimeError("no driver that CuPy could use")
+
+    monkeypatch.setitem(
+        sys.modules,
+        "cupy",
+        types.SimpleNamespace(cuda=types.SimpleNamespace(get_current_stream=fails)),
+    )
     assert devices.streams_in_use() == [(0, 1000), (3, 5)]
     monkeypatch.delitem(sys.modules, "cupy")
     assert devices.streams_in_use() == [(0, 1000), (3, 5)]
@@ -501,6 +539,31 @@ def test_pipelined_run_of_a_cupy_array_is_ordered(how, kind, cupy):
         assert isinstance(result, torch.Tensor if how == "torch" else np.ndarray)
         assert np.array_equal(np.asarray(result), expected)
     assert (cupy.asnumpy(x) == 0).all()
+
+
+@pytest.mark.gpu
+def test_pipelined_run_with_out_waits_for_torch_s_current_stream(cupy):
+    """Which may still read the old contents; CuPy's stream is another one."""
+    reader = side("cuda:0", "consumer")
+    out = streamlap.empty_pinned((3, 32, 32)).fill_(4)
+    read = torch.zeros(3, 32, 32, device="cuda:0")
+    x = cupy.ones((32, 32), cupy.float32)
+    with cupy.cuda.Stream(non_blocking=True), reader.current():
+        for _ in range(2):
+            streamlap.pipelined_run(x, n=3, out=out, wait=False).result()
+            read.copy_(out, non_blocking=True)
+        finish_all("cuda:0")
+        out.fill_(4)
+        gate = reader.hold()
+        read.copy_(out, non_blocking=True)
+        transfer = streamlap.pipelined_run(x, n=3, out=out, wait=False)
+        assert stays_false(transfer.done)
+        assert bool((out == 4).all())
+        gate.open()
+        transfer.result()
+        finish_all("cuda:0")
+    assert bool((read == 4).all())
+    assert bool((out == 32).all())
 
 
 @pytest.mark.gpu

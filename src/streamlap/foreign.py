@@ -64,9 +64,14 @@ def cupy_handle(index: int) -> int:
 
 
 def cupy_handle_or_none(index: int) -> int | None:
-    """Return :func:`cupy_handle`; None where CuPy is not imported (or only half so)."""
+    """Return :func:`cupy_handle`; None where CuPy is not imported (or half), or has no driver."""
     cuda = getattr(sys.modules.get("cupy"), "cuda", None)
-    return None if getattr(cuda, "get_current_stream", None) is None else cupy_handle(index)
+    if getattr(cuda, "get_current_stream", None) is None:
+        return None
+    try:
+        return cupy_handle(index)
+    except RuntimeError:
+        return None  # CuPy's errors are; it has enqueued nothing then
 
 
 def export(leaf: Any) -> Exported:
@@ -97,9 +102,10 @@ def _export_cupy(array: Any) -> Exported:
     if kind in (_CUDA, _MANAGED):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         handle = cupy_handle(index)
-    if not _can_be_described(array):
+    # DLPack counts strides in elements; CuPy has them in bytes.
+    if _has_negative_strides(array) or any(step % array.itemsize for step in array.strides):
         if handle is not None and _native.cuda_runtime().adopt(index, handle).capturing():
-            raise CaptureError("a CuPy array with negative strides inside CUDA graph capture")
+            raise CaptureError("a CuPy array with such strides inside CUDA graph capture")
         with _device(kind, index):
             array = array.copy()
         kind, index = array.__dlpack_device__()
@@ -114,27 +120,21 @@ def _export_cupy(array: Any) -> Exported:
 
 
 def _export_other(leaf: Any) -> Exported:
-    if not _can_be_described(leaf):
+    if _has_negative_strides(leaf):
         raise UnsupportedTensor(
-            f"a {type(leaf).__name__} has strides that torch cannot describe: pass a copy of it"
+            f"a {type(leaf).__name__} with negative strides is nothing that torch can describe: "
+            "pass a copy of it"
         )
     with _device(*leaf.__dlpack_device__()):
         return Exported(torch.utils.dlpack.from_dlpack(leaf), False, None)
 
 
-def _can_be_described(array: Any) -> bool:
-    """Return whether torch has such strides, as far as the array tells.
-
-    Negative ones end the process in torch (2.13), which throws where it must not.
-    """
+def _has_negative_strides(array: Any) -> bool:
+    """Return whether an array says that it has some. They end the process in torch (2.13)."""
     strides = getattr(array, "strides", None)
-    itemsize = getattr(array, "itemsize", None)
     if not isinstance(strides, (list, tuple)):
-        return True
-    if not all(isinstance(stride, int) for stride in strides):
-        return True
-    unit = itemsize if isinstance(itemsize, int) and itemsize > 0 else 1
-    return all(stride >= 0 and stride % unit == 0 for stride in strides)
+        return False
+    return any(isinstance(stride, int) and stride < 0 for stride in strides)
 
 
 def _device(kind: int, index: int) -> contextlib.AbstractContextManager[Any]:

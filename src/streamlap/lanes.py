@@ -23,6 +23,7 @@ from streamlap.devices import (
     as_stream,
     compute_stream,
     require_no_capture,
+    streams_in_use,
 )
 from streamlap.errors import InvalidType, SourceModified
 from streamlap.group import Slot
@@ -195,6 +196,16 @@ class InlineLane(Lane):
     """Issued by the caller's thread, on its current stream, under the caller's ``no_grad``."""
 
     _last_reads: Sequence[_native.Event] = ()
+
+    def start(self) -> None:
+        job = self._job
+        if job.stream is None or self._outs is None:
+            return
+        # Copies find job.stream as torch's current one; who reads the old contents is elsewhere.
+        for index, handle in streams_in_use():
+            reader = job.place.runtime.adopt(index, handle)
+            require_no_capture(reader, "pipelined_run(out=...)")
+            job.stream.wait(reader.record())
 
     def issue(self, index: int) -> None:
         job = self._job
