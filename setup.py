@@ -186,5 +186,10 @@ class BenchBinary(Command):
 
 setup(
     ext_modules=[Extension("streamlap._native", sources=[])],
-    cmdclass={"build": CleanBuild, "build_ext": CMakeBuild, "ctest": CppTests, "bench": BenchBinary},
+    cmdclass={
+        "build": CleanBuild,
+        "build_ext": CMakeBuild,
+        "ctest": CppTests,
+        "bench": BenchBinary,
+    },
 )
