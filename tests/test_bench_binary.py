@@ -33,6 +33,7 @@ BY_HAND = {
     for pages in ("huge pages", "4 KiB pages")
     for threads in ("1 thread", "4 threads", "8 threads")
 }
+pytestmark = pytest.mark.timeout(300)  # the first test builds, perhaps everything
 REUSE = {"take, give back", "take, record a use, give back"}
 
 

@@ -215,6 +215,7 @@ Times measure(Bench& bench, const Plan& plan, Device& device, std::size_t rank, 
       const double seconds = link.seconds(each);
       if (round >= warm_up) samples.push_back(seconds);
     }
+    line.meet();  // looking at one device's bytes would slow the other's last copies
     if (!link.right(each)) bench.fault(device.label() + ", " + what);
     times.push_back(std::move(samples));
   }
