@@ -18,10 +18,11 @@ CPP_LIST = $(CPP_FILES) 2>/dev/null | sort
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench bench-report test gpu build build-host lint types format cpp-test py-test wheel clean
+.PHONY: help demo bench bench-report bench-binary test gpu build build-host lint types format cpp-test \
+        py-test wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: build ## build and run the demo on what this machine has
 	$(VENV)/bin/streamlap demo
@@ -50,6 +51,9 @@ build: $(READY) ## build the module in place (STREAMLAP_CUDA=AUTO|ON|OFF)
 
 build-host: $(READY) ## build the package without CUDA into build/host
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q build --build-lib $(HOST)
+
+bench-binary: ## build build/streamlap-bench, in .venv's Python if there is one, else in PYTHON
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) setup.py -q bench
 
 lint: $(READY) ## check style and format
 	$(PY) -m ruff check .

@@ -3,8 +3,9 @@
 The build tree `build/<tag>` lasts, one for each Python, CUDA mode and sanitizer, so that a
 rebuild costs only what changed. What CMake and the compilers say is in its configure.log and
 build.log, and shown if they fail or warn. Read from the environment: STREAMLAP_CUDA,
-STREAMLAP_SANITIZE, STREAMLAP_WERROR, STREAMLAP_TESTS, STREAMLAP_BENCH, CMAKE_CUDA_ARCHITECTURES,
-CMAKE_BUILD_PARALLEL_LEVEL, and the compilers that CMake reads (CXX, CUDACXX, ...).
+STREAMLAP_SANITIZE, STREAMLAP_WERROR, STREAMLAP_TESTS, STREAMLAP_BENCH, STREAMLAP_CUBLAS_ROOT,
+CMAKE_CUDA_ARCHITECTURES, CMAKE_BUILD_PARALLEL_LEVEL, and the compilers that CMake reads (CXX,
+CUDACXX, ...).
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ OPTIONS = {
     "STREAMLAP_CUDA": "AUTO",
     "STREAMLAP_SANITIZE": "",
     "STREAMLAP_WERROR": "OFF",
-    # Where they are there: one configuration then serves the module and the tests. The module's
-    # build does not compile them.
+    # Where they are there: one configuration then serves the module, the tests and the bench. The
+    # module's build does not compile the others.
     "STREAMLAP_TESTS": "ON" if (ROOT / "tests" / "cpp").is_dir() else "OFF",
-    "STREAMLAP_BENCH": "OFF",
+    "STREAMLAP_BENCH": "ON" if (ROOT / "benches" / "cpp").is_dir() else "OFF",
+    "STREAMLAP_CUBLAS_ROOT": "",
 }
 COMPILERS = ("CC", "CXX", "CUDACXX", "CUDAHOSTCXX", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")
 
@@ -163,7 +165,31 @@ class CppTests(Command):
         run(required("ctest"), "--test-dir", tree, "--output-on-failure", "--no-tests=error")
 
 
+class BenchBinary(Command):
+    """Build the bench binary in the module's build tree; build/streamlap-bench leads there."""
+
+    description = "build the bench binary, build/streamlap-bench"
+    user_options = []
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        tree = native("streamlap-bench", STREAMLAP_BENCH="ON")
+        link = ROOT / "build" / "streamlap-bench"
+        new = link.with_suffix(f".{os.getpid()}")
+        new.symlink_to(tree.relative_to(link.parent) / link.name)
+        new.replace(link)
+        print(f"built {link.relative_to(ROOT)}", flush=True)
+
+
 setup(
     ext_modules=[Extension("streamlap._native", sources=[])],
-    cmdclass={"build": CleanBuild, "build_ext": CMakeBuild, "ctest": CppTests},
+    cmdclass={
+        "build": CleanBuild,
+        "build_ext": CMakeBuild,
+        "ctest": CppTests,
+        "bench": BenchBinary,
+    },
 )
