@@ -59,11 +59,12 @@ Plan plan_for(const Options& options, bool on_gpu) {
          size *= 4) {
       sizes.push_back(size);
     }
-    if (sizes.empty()) sizes = {plan.bytes};
+    if (sizes.empty() || sizes.back() < plan.bytes) sizes.push_back(plan.bytes);
   }
   for (const Memory memory : {Memory::pinned, Memory::pageable}) {
     for (const Way way : {Way::down, Way::up, Way::both}) {
       for (const std::size_t size : sizes) {
+        if (size > plan.of(memory)) continue;
         const std::size_t count = std::clamp<std::size_t>(plan.of(memory) / size, 1, most_copies);
         plan.cases.push_back({memory, way, size, count});
       }

@@ -76,9 +76,8 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   }
   Lane& lane = this->lane(request.device, request.direction);
   const int device = request.device;
-  request.timed = request.timed || request.traced;
   if (request.timed) transfer->begin_ = runtime_->event_create(device, true);
-  transfer->copied_ = runtime_->event_create(device, request.timed);
+  transfer->copied_ = runtime_->event_create(device, request.timed || request.traced);
   for (std::size_t i = 1; i < transfer->plan_.marks; ++i) {
     transfer->marks_.push_back(runtime_->event_create(device));
   }

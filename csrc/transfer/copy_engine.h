@@ -38,7 +38,9 @@ struct TransferRequest {
   // Note when the copies begin and end. Two of them widen the gap between
   // two copies from 2 to 8 us.
   bool timed = true;
-  // Also note when the producers were ready: for a timeline. Implies timed.
+  // For a timeline: note when the producers were ready and when the copies ended. Their begin
+  // follows from these and from the copy before, and another note would widen the gap between the
+  // two.
   bool traced = false;
   // The caller adds work to the copy stream after the copies and then calls complete().
   bool open_ended = false;

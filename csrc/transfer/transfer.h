@@ -17,7 +17,7 @@ struct TransferMarks {
   std::shared_ptr<Runtime> runtime;
   EventPtr issued;              // null: issued by the caller's thread
   std::vector<EventPtr> ready;  // one a producer
-  EventPtr begin;               // null: nothing was copied
+  EventPtr begin;               // null: not timed
   EventPtr copied;
   EventPtr end;  // `copied`, unless a last step follows
 };

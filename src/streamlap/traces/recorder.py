@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -149,11 +150,16 @@ class Recorder:
             yield _Work([span], call.asked, _latest(ends), f"{call.place} to host")
 
     def _copies_done(self, clock: _Clock) -> Iterator[_Work]:
+        last_end: dict[str, float] = {}
         for copied in self._copies:
             copy = copied.copy
             ready, begin, arrived, end = clock.times_of(copied.marks, copy.place)
-            if math.isnan(begin) or math.isnan(arrived) or math.isnan(end):
+            if math.isnan(arrived) or math.isnan(end):
                 continue
+            if math.isnan(begin):  # as soon as it could
+                begin = _latest([*ready, copied.asked, last_end.get(copy.lane, math.nan)])
+                begin = min(begin, arrived)
+            last_end[copy.lane] = arrived
             device = str(copy.place)
             name = f"{copy.nbytes} bytes {'to device' if copy.to_device else 'to host'}"
             spans = [
@@ -214,10 +220,10 @@ class _Clock:
         known = self._bases.get(str(place))
         if known is None and not place.is_cuda:
             # Events of a worker know their time; the base is not looked at.
-            event = place.engine.copy_stream(place.index, False).record()
+            event = _idle_stream(place).record()
             known = self._bases[str(place)] = (event, math.nan)
         if known is None:
-            stream = place.engine.copy_stream(place.index, False)
+            stream = _idle_stream(place)
             tries = []
             for _ in range(self._TRIES):
                 before = time.perf_counter()
@@ -236,6 +242,12 @@ class _Clock:
         self, marks: _native.TransferMarks, place: Place
     ) -> tuple[list[float], float, float, float]:
         return marks.times(*self.base(place))
+
+
+@functools.cache
+def _idle_stream(place: Place) -> _native.Stream:
+    """Return a stream that nobody else uses: whatever holds the others, it is idle."""
+    return place.runtime.stream(place.index, "copy")
 
 
 def _latest(times: list[float]) -> float:

@@ -153,6 +153,6 @@ class Timeline:
 def timeline() -> Timeline:
     """Return a timeline, to be used as ``with streamlap.timeline() as tl:``.
 
-    See :class:`Timeline`. Recording costs two time stamps a call of ``fn`` and three a copy.
+    See :class:`Timeline`. Recording costs two time stamps a call of ``fn`` and two a copy.
     """
     return Timeline()
