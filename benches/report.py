@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from . import binary_report
 from .groups import GROUPS
 from .suite import FOLDER, RESULTS
 from .table import commit, header, rate, rate_heading, ratio, seconds
@@ -43,14 +44,15 @@ def documents(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return sorted(kept, key=lambda document: str(document["date"]), reverse=True)
 
 
-def page(found: list[dict[str, Any]]) -> str:
-    """Return the page: a section for each kind of machine, GPUs first."""
+def page(found: list[dict[str, Any]], binary: Path = RESULTS / "binary") -> str:
+    """Return the page: a section for each kind of machine, GPUs first, then the bench binary's."""
     kinds = {document["machine"]["kind"]: not document["machine"]["gpus"] for document in found}
     lines = [_INTRODUCTION]
     for kind in sorted(kinds, key=lambda kind: (kinds[kind], kind)):
         lines += _section(kind, [one for one in found if one["machine"]["kind"] == kind])
     if not kinds:
         lines.append("Nothing has been measured yet.\n")
+    lines += binary_report.lines(binary)
     return "\n".join(lines)
 
 
@@ -112,7 +114,7 @@ def write(path: Path = PAGE, folder: Path = RESULTS) -> int:
     """Write the page; return how many results it is made of."""
     found = documents(folder)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(page(found))
+    path.write_text(page(found, folder / "binary"))
     return len(found)
 
 

@@ -391,7 +391,7 @@ def test_the_page_has_a_section_a_machine_and_the_newest_of_each_table(document,
     assert "failed: Broken: a\\|b" in job
     assert "commit aaaaaaa" in memory
     assert "ddddddd" not in text
-    assert report.page(report.documents(tmp_path)) == text
+    assert report.page(report.documents(tmp_path), tmp_path / "binary") == text
 
 
 def test_a_suite_elsewhere_keeps_results_and_writes_its_page(tmp_path):
