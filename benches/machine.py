@@ -74,12 +74,18 @@ def versions(device: torch.device) -> dict[str, str | None]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-    """Return the commit of the sources: from git, from STREAMLAP_COMMIT, or ``unknown``."""
+    """Return the commit of the sources: from STREAMLAP_COMMIT, from git, or ``unknown``.
+
+    Sources that were copied to another machine may lie in a checkout of another commit there.
+    """
+    named = os.environ.get("STREAMLAP_COMMIT")
+    if named:
+        return {"commit": named, "dirty": None}
     found = _git(folder, "rev-parse", "HEAD")
     if found:
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
         return {"commit": found, "dirty": None if changed is None else bool(changed)}
-    return {"commit": os.environ.get("STREAMLAP_COMMIT") or "unknown", "dirty": None}
+    return {"commit": "unknown", "dirty": None}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -342,6 +342,9 @@ def test_the_commit_comes_from_git_or_the_environment(monkeypatch, tmp_path):
     assert machine.commit(tmp_path) == {"commit": "unknown", "dirty": None}
     monkeypatch.setenv("STREAMLAP_COMMIT", "0123456789")
     assert machine.commit(tmp_path) == {"commit": "0123456789", "dirty": None}
+    # Copied sources may lie in a checkout of another commit.
+    assert machine.commit(ROOT) == {"commit": "0123456789", "dirty": None}
+    monkeypatch.delenv("STREAMLAP_COMMIT")
     git = ["git", "-c", "user.name=n", "-c", "user.email=e@e"]
     subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / "file").write_text("one")

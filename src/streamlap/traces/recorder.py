@@ -156,9 +156,9 @@ class Recorder:
             ready, begin, arrived, end = clock.times_of(copied.marks, copy.place)
             if math.isnan(arrived) or math.isnan(end):
                 continue
-            if math.isnan(begin):  # as soon as it could
-                begin = _latest([*ready, copied.asked, last_end.get(copy.lane, math.nan)])
-                begin = min(begin, arrived)
+            if math.isnan(begin):  # as soon as it could, by the device's own clock
+                begin = _latest([*ready, last_end.get(copy.lane, math.nan)])
+                begin = min(copied.asked if math.isnan(begin) else begin, arrived)
             last_end[copy.lane] = arrived
             device = str(copy.place)
             name = f"{copy.nbytes} bytes {'to device' if copy.to_device else 'to host'}"
