@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,6 +11,9 @@ import streamlap
 from streamlap.traces import perfetto, picture
 from streamlap.traces.spans import Span, both, lanes_of, length, union
 from streamlap.traces.summary import overlap, summarize
+
+
+WORDS = ("title", "desc")
 
 
 def compute(begin, end, device="cuda:0", lane=""):
@@ -141,6 +145,9 @@ def test_pictures_are_written(tmp_path, suffix):
         text = path.read_text()
         for word in ("cuda:0 compute", "cuda:0 to host", "limit", "both at once"):
             assert f"<!-- {word} -->" in text
+        root = ElementTree.parse(path).getroot()
+        found = {name: root.find(f"{{http://www.w3.org/2000/svg}}{name}").text for name in WORDS}
+        assert found == {"title": summarize(JOB).headline(), "desc": str(summarize(JOB))}
 
 
 def test_a_picture_of_many_items_and_one_of_microseconds(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import os
 from collections.abc import Sequence
 from os import PathLike
@@ -78,7 +80,20 @@ def plot(spans: Sequence[Span], path: str | PathLike[str], title: str | None = N
     axes.tick_params(axis="y", length=0)
     axes.set_title(summary.headline() if title is None else title, loc="left", fontsize=10)
     _legend(figure, {span.kind for span in spans}, bool(overlap(spans)))
-    figure.savefig(name, metadata={"Date": None} if name.endswith(".svg") else None)
+    if name.endswith(".svg"):
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        with open(name, "w") as file:
+            file.write(_described(drawn.getvalue(), axes.get_title(loc="left"), str(summary)))
+    else:
+        figure.savefig(name)
+
+
+def _described(svg: str, title: str, text: str) -> str:
+    """Return an SVG with words for those who do not see it."""
+    start = svg.index(">", svg.index("<svg")) + 1
+    words = f"\n <title>{html.escape(title)}</title>\n <desc>{html.escape(text)}</desc>"
+    return svg[:start] + words + svg[start:]
 
 
 def _draw(
