@@ -12,7 +12,6 @@ from streamlap.traces import perfetto, picture
 from streamlap.traces.spans import Span, both, lanes_of, length, union
 from streamlap.traces.summary import overlap, summarize
 
-
 WORDS = ("title", "desc")
 
 
