@@ -82,6 +82,10 @@ class Runtime {
   // True when others (torch, CuPy) enqueue work on pinned memory without telling this runtime.
   virtual bool uses_device_memory() const noexcept = 0;
 
+  // True when the clock stands still while nobody waits: a wait without a limit then either ends or
+  // is a deadlock, and need not be cut into slices.
+  virtual bool virtual_time() const noexcept { return false; }
+
   // True when the device is in use by this process already: asking creates no context there.
   virtual bool device_active(int device) = 0;
 

@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "proxy_runtime.h"
+#include "sim/runtime_sim.h"
 
 namespace streamlap::testing {
 
@@ -62,6 +63,22 @@ inline std::shared_ptr<Runtime> cuda_backend() {
   static auto shared = std::make_shared<ReusedStreams>(make_cuda_runtime());
   shared->next_program();
   return shared;
+}
+
+// Schedules that every program runs under on the simulation.
+inline const std::vector<std::string>& schedules() {
+  static const std::vector<std::string> all = {"eager",     "lazy",      "random(1)", "random(2)",
+                                               "random(3)", "random(4)", "starve(0)", "starve(1)",
+                                               "pct(1,3)",  "pct(2,3)",  "pct(3,5)"};
+  return all;
+}
+
+inline std::shared_ptr<Runtime> sim_backend(const std::string& schedule, bool device_rules) {
+  sim::SimOptions options;
+  options.device_rules = device_rules;
+  options.cost.per_copy = 2e-6;
+  options.cost.to_host = options.cost.to_device = 55e9;
+  return std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule));
 }
 
 // Bytes that everybody can reach; freed with the last reference.
@@ -166,7 +183,9 @@ struct Lab {
 
 }  // namespace streamlap::testing
 
-#define ON_EACH_RUNTIME(program)                                     \
+// With host threads that wait for each other outside the library: not on the simulation, where a
+// callable runs in the thread that waits for it.
+#define ON_EACH_THREADED_RUNTIME(program)                            \
   static void program_##program(streamlap::testing::Lab& lab);       \
   TEST(host_##program) {                                             \
     streamlap::testing::Lab lab(streamlap::testing::host_backend()); \
@@ -177,3 +196,15 @@ struct Lab {
     program_##program(lab);                                          \
   }                                                                  \
   static void program_##program(streamlap::testing::Lab& lab)
+
+#define ON_EACH_RUNTIME(program)                                                              \
+  static void program_##program(streamlap::testing::Lab& lab);                                \
+  TEST(sim_##program) {                                                                       \
+    for (bool device_rules : {false, true}) {                                                 \
+      for (const std::string& schedule : streamlap::testing::schedules()) {                   \
+        streamlap::testing::Lab lab(streamlap::testing::sim_backend(schedule, device_rules)); \
+        program_##program(lab);                                                               \
+      }                                                                                       \
+    }                                                                                         \
+  }                                                                                           \
+  ON_EACH_THREADED_RUNTIME(program)

@@ -18,6 +18,7 @@ class ProxyRuntime : public Runtime {
   const char* name() const noexcept override { return inner_->name(); }
   int device_count() const override { return inner_->device_count(); }
   bool uses_device_memory() const noexcept override { return inner_->uses_device_memory(); }
+  bool virtual_time() const noexcept override { return inner_->virtual_time(); }
   bool device_active(int device) override { return inner_->device_active(device); }
   void* alloc_pinned(std::size_t bytes) override {
     before("alloc_pinned");

@@ -480,7 +480,7 @@ TEST(host_a_late_issue_that_fails_ends_after_its_copies) {
 // ---- last steps
 // -----------------------------------------------------------------------------------
 
-ON_EACH_RUNTIME(the_last_step_runs_after_the_copies_and_before_done) {
+ON_EACH_THREADED_RUNTIME(the_last_step_runs_after_the_copies_and_before_done) {
   CopyEngine engine(lab.runtime);
   auto out = lab.pinned(size);
   auto source = lab.device(size, 2);
@@ -768,7 +768,7 @@ struct FailAt final : ProxyRuntime {
   std::string failed_in;
 };
 
-ON_EACH_RUNTIME(a_submit_that_fails_anywhere_keeps_both_ends_until_its_work_is_done) {
+ON_EACH_THREADED_RUNTIME(a_submit_that_fails_anywhere_keeps_both_ends_until_its_work_is_done) {
   auto failing = std::make_shared<FailAt>(lab.runtime);
   CopyEngine engine(failing);
   StreamRef producer = lab.compute();
@@ -832,7 +832,7 @@ struct FailRecord final : ProxyRuntime {
   std::atomic<bool> failed{false};
 };
 
-ON_EACH_RUNTIME(a_submit_that_fails_after_its_last_step_was_enqueued_waits_for_it) {
+ON_EACH_THREADED_RUNTIME(a_submit_that_fails_after_its_last_step_was_enqueued_waits_for_it) {
   CopyEngine engine(std::make_shared<FailRecord>(lab.runtime, "engine.record_end"));
   auto out = lab.pinned(size);
   auto source = lab.device(size, 1);
@@ -918,7 +918,7 @@ TEST(host_a_failed_submit_leaves_no_error_of_its_producer_behind) {
 // ---- threads
 // --------------------------------------------------------------------------------------
 
-ON_EACH_RUNTIME(many_threads_submit_and_abandon) {
+ON_EACH_THREADED_RUNTIME(many_threads_submit_and_abandon) {
   CopyEngine engine(lab.runtime);
   constexpr int rounds = 40;
   constexpr std::size_t bytes = 5000;
