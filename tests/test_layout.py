@@ -14,7 +14,7 @@ MAY_KNOW = {
     "cuda": {"runtime", "base"},
     "sim": {"runtime", "base"},
     "transfer": {"runtime", "base"},
-    "bindings": {"transfer", "runtime", "base"},
+    "bindings": {"transfer", "sim", "runtime", "base"},
 }
 # Headers from outside, and the one folder that may include them (None: no folder may).
 CUDA = r"cuda|cublas|cub/|thrust/|nvtx|cooperative_groups|driver_types\.h|vector_types\.h"

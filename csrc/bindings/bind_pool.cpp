@@ -84,8 +84,10 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
 
 std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
   std::unique_ptr<PinnedBlock> block;
-  wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
-    const auto until = std::chrono::steady_clock::now() + slice;
+  wait_sliced(*pool.runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
+    const bool simulated = pool.runtime()->virtual_time();
+    const auto until = std::chrono::steady_clock::now() +
+                       std::min<std::chrono::nanoseconds>(slice, std::chrono::milliseconds(50));
     for (;;) {
       try {
         block = pool.try_allocate(bytes);
@@ -96,7 +98,8 @@ std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
         }
       }
       if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      pool.runtime()->poll();
+      if (!simulated) std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   });
   return std::make_unique<PyBlock>(std::move(block));

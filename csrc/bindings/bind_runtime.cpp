@@ -45,7 +45,7 @@ void sync_stream(const PyStream& stream) {
   EventPtr event = stream.runtime->event_create(stream.ref.device);
   stream.runtime->event_record(*event, stream.ref, site_python);
   try {
-    wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+    wait_sliced(*stream.runtime, std::nullopt, [&](std::chrono::nanoseconds slice) {
       return stream.runtime->event_sync_for(*event, slice, site_python);
     });
   } catch (const PythonError&) {
@@ -115,6 +115,7 @@ void bind_runtime(py::module_& module) {
       .def("idle",
            [](const PyStream& self) {
              GilRelease released;
+             self.runtime->poll();
              return self.runtime->stream_idle(self.ref);
            })
       .def("capturing",
@@ -124,6 +125,7 @@ void bind_runtime(py::module_& module) {
              auto task = as_task(callable);
              GilRelease released;
              self.runtime->launch(std::move(task), self.ref);
+             self.runtime->poll();
            })
       .def("reset_error",
            [](const PyStream& self) {
@@ -153,12 +155,13 @@ void bind_runtime(py::module_& module) {
       .def("done",
            [](const PyEvent& self) {
              GilRelease released;
+             self.runtime->poll();
              return self.runtime->event_query(*self.event);
            })
       .def(
           "synchronize",
           [](const PyEvent& self, std::optional<double> timeout) {
-            return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+            return wait_sliced(*self.runtime, timeout, [&](std::chrono::nanoseconds slice) {
               return self.runtime->event_sync_for(*self.event, slice, site_python);
             });
           },
@@ -209,7 +212,7 @@ void bind_runtime(py::module_& module) {
            [](Runtime& self, int device) {
              for (const EventPtr& mark : self.mark_workers(device)) {
                try {
-                 wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+                 wait_sliced(self, std::nullopt, [&](std::chrono::nanoseconds slice) {
                    return self.event_sync_for(*mark, slice, site_python);
                  });
                } catch (const PythonError&) {

@@ -118,7 +118,7 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
 void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
   auto transfer = self.get();
   const bool on_host = transfer->waits_on_host();
-  wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+  wait_sliced(*transfer->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
     return on_host ? transfer->sync_for(slice) : transfer->issued_for(slice);
   });
   GilRelease released;
@@ -129,7 +129,7 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
 void sync_marks(const TransferMarks& marks) {
   for (const EventPtr& event : {marks.issued, marks.end}) {
     if (!event) continue;
-    wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
+    wait_sliced(*marks.runtime, std::nullopt, [&](std::chrono::nanoseconds slice) {
       return marks.runtime->event_sync_for(*event, slice, site_marks);
     });
   }
@@ -176,21 +176,23 @@ void bind_transfer(py::module_& module) {
            [](const PyTransfer& self) {
              auto transfer = self.get();
              GilRelease released;
+             transfer->runtime()->poll();
              return transfer->done();
            })
       .def(
           "sync",
           [](const PyTransfer& self, std::optional<double> timeout) {
             auto transfer = self.get();
-            return wait_sliced(
-                timeout, [&](std::chrono::nanoseconds slice) { return transfer->sync_for(slice); });
+            return wait_sliced(*transfer->runtime(), timeout, [&](std::chrono::nanoseconds slice) {
+              return transfer->sync_for(slice);
+            });
           },
           py::arg("timeout") = py::none())
       .def(
           "leaf_sync",
           [](const PyTransfer& self, std::size_t leaf, std::optional<double> timeout) {
             auto transfer = self.get();
-            return wait_sliced(timeout, [&](std::chrono::nanoseconds slice) {
+            return wait_sliced(*transfer->runtime(), timeout, [&](std::chrono::nanoseconds slice) {
               return transfer->leaf_sync_for(leaf, slice);
             });
           },
@@ -198,9 +200,10 @@ void bind_transfer(py::module_& module) {
       .def("chunk_sync",
            [](const PyTransfer& self, std::size_t chunk) {
              auto transfer = self.get();
-             return wait_sliced(std::nullopt, [&](std::chrono::nanoseconds slice) {
-               return transfer->chunk_sync_for(chunk, slice);
-             });
+             return wait_sliced(*transfer->runtime(), std::nullopt,
+                                [&](std::chrono::nanoseconds slice) {
+                                  return transfer->chunk_sync_for(chunk, slice);
+                                });
            })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
       .def("wait_on_stream", &wait_on_stream)

@@ -23,7 +23,10 @@ thread_local bool t_own_thread = false;
 class OnWorker {
  public:
   OnWorker() { t_on_worker = true; }
-  ~OnWorker() { t_on_worker = false; }
+  ~OnWorker() { t_on_worker = outer_; }
+
+ private:
+  const bool outer_ = t_on_worker;  // a simulation runs callables in the thread that waits for them
 };
 
 }  // namespace

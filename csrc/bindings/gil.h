@@ -16,6 +16,7 @@
 #include <optional>
 
 #include "base/process.h"
+#include "runtime/runtime.h"
 
 namespace streamlap::bindings {
 
@@ -74,22 +75,24 @@ struct PythonError {
 // A callable for a worker thread. Exceptions come out as PythonError.
 std::function<void()> as_task(const py::object& callable);
 
-// Calls `wait(slice)` without the lock until it answers true (then true) or `timeout` seconds have
-// passed (then false). Signal handlers run between slices; what they raise is thrown.
+// Calls `wait(slice)` without the lock until it answers true (then true) or `timeout` seconds of
+// the runtime's clock have passed (then false). Signal handlers run between slices; what they raise
+// is thrown. On a virtual clock a wait without a timeout is one slice: it ends, or is a deadlock.
 template <class Wait>
-bool wait_sliced(std::optional<double> timeout, Wait&& wait) {
+bool wait_sliced(Runtime& runtime, std::optional<double> timeout, Wait&& wait) {
   process::require_usable();
-  using clock = std::chrono::steady_clock;
-  constexpr std::chrono::nanoseconds slice = std::chrono::milliseconds(50);
-  const auto begin = clock::now();
+  const std::chrono::nanoseconds slice =
+      runtime.virtual_time() ? std::chrono::nanoseconds::max() : std::chrono::milliseconds(50);
+  const double begin = timeout ? runtime.now() : 0;
   for (;;) {
     std::chrono::nanoseconds next = slice;
     if (timeout) {
-      const std::chrono::duration<double> left =
-          std::chrono::duration<double>(*timeout) - (clock::now() - begin);
-      if (left < slice) {
+      // Longer than a year is for ever: it must fit the type.
+      const double left = std::min(*timeout - (runtime.now() - begin), 3e7);
+      if (left < std::chrono::duration<double>(slice).count()) {
         next = std::max(std::chrono::nanoseconds(0),
-                        std::chrono::duration_cast<std::chrono::nanoseconds>(left));
+                        std::chrono::duration_cast<std::chrono::nanoseconds>(
+                            std::chrono::duration<double>(left)));
       }
     }
     bool done = false;
@@ -99,9 +102,7 @@ bool wait_sliced(std::optional<double> timeout, Wait&& wait) {
     }
     if (done) return true;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (timeout && std::chrono::duration<double>(clock::now() - begin).count() >= *timeout) {
-      return false;
-    }
+    if (timeout && runtime.now() - begin >= *timeout) return false;
   }
 }
 
@@ -109,5 +110,6 @@ void register_errors();
 void bind_runtime(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_transfer(py::module_& module);
+void bind_sim(py::module_& module);
 
 }  // namespace streamlap::bindings

@@ -85,6 +85,9 @@ class Runtime {
   // True when the clock stands still while nobody waits: a wait without a limit then either ends or
   // is a deadlock, and need not be cut into slices.
   virtual bool virtual_time() const noexcept { return false; }
+  // A host that goes on by itself lets a simulation's devices move. Called without any lock held:
+  // callables may run.
+  virtual void poll() {}
 
   // True when the device is in use by this process already: asking creates no context there.
   virtual bool device_active(int device) = 0;

@@ -23,7 +23,7 @@ constexpr unsigned char unwritten = 0xA5;  // what a copy's destination holds wh
 constexpr auto real_patience = std::chrono::milliseconds(250);
 constexpr auto real_nap = std::chrono::milliseconds(1);
 // A host that asks so often whether something is done lets it be done.
-constexpr std::size_t patient_queries = 64;
+constexpr std::size_t patient_polls = 64;
 
 thread_local double t_spent = 0;
 thread_local const void* t_body_of = nullptr;      // the simulation whose callable this thread runs
@@ -236,20 +236,20 @@ void SimRuntime::issue(Lock& lock, Stream& stream, Op op) {
   Attendance::enter(attendance_);
   op.issued = now_;
   stream.ops.push_back(std::move(op));
-  queries_ = 0;
-  run_beside_host(lock);
+  polls_ = 0;
+  run_beside_host(lock, false);
   changed_.notify_all();
 }
 
-void SimRuntime::run_beside_host(Lock& lock) {
+void SimRuntime::run_beside_host(Lock& lock, bool callables) {
   for (;;) {
-    const std::vector<Choice> open = choices(forever);
+    const std::vector<Choice> open = choices(forever, callables);
     if (open.empty()) return;
     if (!strategy_->moves_beside_host(open)) {
       decisions_.push_back(-1);
       return;
     }
-    step(lock, forever);
+    step(lock, forever, callables);
   }
 }
 
@@ -351,11 +351,12 @@ double SimRuntime::start_time(const Stream& stream, const Op& op) const {
   return time;
 }
 
-std::vector<Choice> SimRuntime::choices(double until) const {
+std::vector<Choice> SimRuntime::choices(double until, bool callables) const {
   std::vector<Choice> open;
   for (const auto& stream : streams_) {
     if (stream->busy || stream->ops.empty()) continue;
     const Op& head = stream->ops.front();
+    if (head.kind == Op::Kind::task && !callables) continue;
     if (head.kind == Op::Kind::wait && !head.mark->done) continue;
     if (head.kind == Op::Kind::gate && !head.gate->open) continue;
     const double time = head.started ? head.end : start_time(*stream, head);
@@ -364,8 +365,8 @@ std::vector<Choice> SimRuntime::choices(double until) const {
   return open;
 }
 
-bool SimRuntime::step(Lock& lock, double until) {
-  const std::vector<Choice> open = choices(until);
+bool SimRuntime::step(Lock& lock, double until, bool callables) {
+  const std::vector<Choice> open = choices(until, callables);
   if (open.empty()) return false;
   const std::size_t picked = strategy_->pick(open);
   decisions_.push_back(static_cast<int>(open[picked].stream));
@@ -493,7 +494,15 @@ void SimRuntime::run_body(Lock& lock, Stream& stream, Op& op) {
 
 bool SimRuntime::help() {
   Lock lock(mutex_);
+  Attendance::enter(attendance_);
   return step(lock, forever);
+}
+
+void SimRuntime::poll() {
+  Lock lock(mutex_);
+  Attendance::enter(attendance_);
+  run_beside_host(lock, true);
+  if (++polls_ % patient_polls == 0) step(lock, forever);
 }
 
 // ---- waiting
@@ -595,13 +604,6 @@ bool SimRuntime::event_query(const Event& event) {
   MarkPtr mark = mark_of(event);
   if (!mark) return true;
   Lock lock(mutex_);
-  if (!mark->done) {
-    if (++queries_ % patient_queries == 0) {
-      step(lock, forever);
-    } else {
-      run_beside_host(lock);
-    }
-  }
   if (!mark->done) return false;
   now_ = std::max(now_, mark->time);
   mark->rethrow_if_failed();
@@ -656,8 +658,7 @@ double SimRuntime::event_time(const Event& event) {
 bool SimRuntime::stream_idle(StreamRef stream) {
   Stream& on = stream_of(stream);
   Lock lock(mutex_);
-  if (on.ops.empty() && !on.busy) return true;
-  run_beside_host(lock);
+  run_beside_host(lock, false);
   return on.ops.empty() && !on.busy;
 }
 
@@ -700,7 +701,7 @@ double SimRuntime::now() const {
 
 bool SimRuntime::idle() {
   Lock lock(mutex_);
-  run_beside_host(lock);
+  run_beside_host(lock, false);
   return std::all_of(streams_.begin(), streams_.end(),
                      [](const auto& stream) { return stream->ops.empty() && !stream->busy; });
 }

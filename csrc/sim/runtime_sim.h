@@ -4,7 +4,8 @@
 // Streams are queues. Each operation starts (a copy reads its source then, and poisons its
 // destination) and ends (it writes). Nothing moves but inside a call: those that block move what
 // they need, the others as far as the strategy lets the devices run beside the host. Callables run
-// in the thread whose call moves their stream.
+// in the thread whose call moves their stream, in calls that block, in poll() and in help() only:
+// whoever issues may hold locks that a callable needs.
 //
 // Time is worked out, not measured. An operation begins when its stream, its copy engine and what
 // it waits for are ready, at the earliest when it was issued; the cost model says how long it
@@ -56,6 +57,7 @@ class SimRuntime final : public Runtime {
   Decisions decisions() const;
   // Moves one stream if any can; for a host that waits for something else. False: none can.
   bool help();
+  void poll() override;
   // A stream's name in reports, "2 (copy, device 0)".
   std::string stream_name(StreamRef stream) const;
 
@@ -109,11 +111,11 @@ class SimRuntime final : public Runtime {
   void* map(std::size_t bytes);
   void issue(Lock& lock, Stream& stream, Op op);
   MarkPtr record(Lock& lock, Stream& stream);
-  void run_beside_host(Lock& lock);
+  void run_beside_host(Lock& lock, bool callables);
 
-  // What can move, not later than `until`.
-  std::vector<Choice> choices(double until) const;
-  bool step(Lock& lock, double until);
+  // What can move, not later than `until`; with or without those that have a callable next.
+  std::vector<Choice> choices(double until, bool callables) const;
+  bool step(Lock& lock, double until, bool callables = true);
   void move(Lock& lock, Stream& stream);
   void run_body(Lock& lock, Stream& stream, Op& op);
   double start_time(const Stream& stream, const Op& op) const;
@@ -137,7 +139,7 @@ class SimRuntime final : public Runtime {
   std::map<std::pair<int, int>, double> engines_;  // when each copy engine is free
   double now_ = 0;
   int bodies_ = 0;  // callables that are running and not blocked in here themselves
-  std::size_t queries_ = 0;
+  std::size_t polls_ = 0;
   std::multiset<double> deadlines_;  // of blocked waits
   std::shared_ptr<Attendance> attendance_;
 };

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,12 +29,15 @@ from streamlap.errors import (
 )
 from streamlap.sizes import memory_total
 
+if TYPE_CHECKING:
+    from streamlap.simulation import Simulation
+
 StreamLike = Any
 """A stream of torch, CuPy or numba, anything with ``__cuda_stream__``, a raw handle as an int, or
 one of streamlap's own (``_native.Stream``)."""
 
-_RUNTIMES = ("host",)
-_MAX_LOGICAL = 64
+_RUNTIMES = ("host", "sim")
+MAX_LOGICAL = 64
 
 
 class Place:
@@ -45,12 +48,16 @@ class Place:
         index: its number there.
         is_cuda: whether it is a GPU.
         engine: its runtime's copy engine.
+        simulation: what its runtime belongs to; None: time is real.
     """
 
-    __slots__ = ("engine", "index", "is_cuda", "runtime")
+    __slots__ = ("engine", "index", "is_cuda", "runtime", "simulation")
 
-    def __init__(self, runtime: _native.Runtime, index: int) -> None:
+    def __init__(
+        self, runtime: _native.Runtime, index: int, simulation: Simulation | None = None
+    ) -> None:
         self.runtime = runtime
+        self.simulation = simulation
         self.index = index
         self.is_cuda = runtime.uses_device_memory
         self.engine = _native.engine(runtime)
@@ -59,11 +66,24 @@ class Place:
         return f"{'cuda' if self.is_cuda else 'cpu'}:{self.index}"
 
 
-@functools.cache
+# What serves CPU tensors in this context; None: worker threads.
+simulation: contextvars.ContextVar[Simulation | None] = contextvars.ContextVar(
+    "simulation", default=None
+)
+simulations: list[Simulation] = []
+"""Those that serve in any context: a thread that waits for an item lets them move."""
+
+
 def host_place(index: int) -> Place:
     """Return a logical CPU device; raise InvalidArgument where there cannot be one."""
-    if not 0 <= index < _MAX_LOGICAL:
-        raise InvalidArgument(f"no logical CPU device {index}: there are {_MAX_LOGICAL} at most")
+    if not 0 <= index < MAX_LOGICAL:
+        raise InvalidArgument(f"no logical CPU device {index}: there are {MAX_LOGICAL} at most")
+    serving = simulation.get()
+    return _host_place(index) if serving is None else serving.place(index)
+
+
+@functools.cache
+def _host_place(index: int) -> Place:
     return Place(host_runtime(), index)
 
 
@@ -105,18 +125,28 @@ def _logical_index(name: str) -> int:
 
 
 def use_runtime(
-    name: str, devices: int | Sequence[str] | None = None
-) -> contextlib.AbstractContextManager[None]:
+    name: str,
+    devices: int | Sequence[str] | None = None,
+    *,
+    schedule: str | None = None,
+    costs: dict[str, float] | None = None,
+) -> contextlib.AbstractContextManager[Any]:
     """Say what serves CPU tensors inside the ``with`` block.
 
     Args:
-        name: ``"host"``: worker threads, the default.
+        name: ``"host"``: worker threads, the default. ``"sim"``: a simulation on a virtual clock,
+            for tests and predictions; the block's value is a ``streamlap.simulation.Simulation``.
         devices: how many logical CPU devices a list of CPU tensors is spread over, or their names
             (``["cpu:0", "cpu:1"]``). Without it the i-th tensor of a list uses device i.
+        schedule: of a simulation, who moves next: ``eager`` (if left out), ``lazy``,
+            ``random(SEED)``, ``starve(STREAM)``, ``pct(SEED,CHANGES)`` or what
+            ``Simulation.replay()`` gave.
+        costs: of a simulation, in seconds: ``per_copy``, ``task``; in bytes a second:
+            ``to_host``, ``to_device``, ``on_device``, ``memcpy``. What is left out costs nothing.
 
     Raises:
-        InvalidArgument: an unknown runtime, or no devices, or names that are not ``cpu:0``, ... in
-            order.
+        InvalidArgument: an unknown runtime, schedule or cost, or no devices, or names that are not
+            ``cpu:0``, ... in order.
 
     The choice belongs to the calling thread (to its context, as ``contextvars`` means it).
     """
@@ -133,18 +163,37 @@ def use_runtime(
         count = len(indices)
     else:
         count = as_count(devices, "devices")
-    if count is not None and not 1 <= count <= _MAX_LOGICAL:
-        raise InvalidArgument(f"devices must be 1 to {_MAX_LOGICAL}, not {count}")
-    return _spread_over(count)
+    if count is not None and not 1 <= count <= MAX_LOGICAL:
+        raise InvalidArgument(f"devices must be 1 to {MAX_LOGICAL}, not {count}")
+    if name != "sim":
+        if schedule is not None or costs is not None:
+            raise InvalidArgument(f"schedule and costs are a simulation's, not {name!r}'s")
+        return _serve(count, None)
+    from streamlap.simulation import Simulation  # it needs places and pools
+
+    if schedule is not None and not isinstance(schedule, str):
+        raise InvalidType(f"schedule must be a str, not {type(schedule).__name__}")
+    return _serve(count, Simulation(schedule or "eager", costs))
 
 
 @contextlib.contextmanager
-def _spread_over(count: int | None) -> Iterator[None]:
+def _serve(count: int | None, serving: Simulation | None) -> Iterator[Simulation | None]:
     token = _logical.set(count)
+    before = simulation.set(serving)
+    if serving is not None:
+        simulations.append(serving)
     try:
-        yield
+        yield serving
     finally:
+        if serving is not None:
+            simulations.remove(serving)
+        simulation.reset(before)
         _logical.reset(token)
+
+
+def help_simulations() -> bool:
+    """Let a simulation move, for a thread that waits for an item; False where none can."""
+    return bool(simulations) and any(serving.help() for serving in simulations)
 
 
 @functools.cache
@@ -191,7 +240,7 @@ def place_of(device: torch.device, position: int = 0) -> Place:
         index: int | None = device.index  # torch's types deny the None of a plain "cuda"
         return cuda_place(torch.cuda.current_device() if index is None else index)
     if device.type == "cpu":
-        return host_place(device.index or position % (_logical.get() or _MAX_LOGICAL))
+        return host_place(device.index or position % (_logical.get() or MAX_LOGICAL))
     raise InvalidArgument(f"streamlap knows the devices 'cpu' and 'cuda', not {str(device)!r}")
 
 
@@ -362,6 +411,7 @@ def synchronize(device: str | int | torch.device | None = None) -> None:
         return
     for index in dict(streams_in_use()):
         torch.cuda.synchronize(index)
-    host = host_runtime()
-    for index in range(_MAX_LOGICAL):
+    serving = simulation.get()
+    host = host_runtime() if serving is None else serving.place(0).runtime
+    for index in range(MAX_LOGICAL):
         host.synchronize(index)

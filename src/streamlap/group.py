@@ -13,7 +13,7 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree
 from streamlap.batch import Part
 from streamlap.checks import as_callable, as_seconds
-from streamlap.devices import StreamLike
+from streamlap.devices import StreamLike, help_simulations
 from streamlap.errors import InvalidArgument, TransferTimeout
 from streamlap.transfer import Transfer
 from streamlap.watch import require_alive, run_callback
@@ -75,6 +75,8 @@ class Slot:
             left = 0.05 if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
+            if help_simulations():
+                continue
             with self._changed:
                 if not self.filled:
                     self._changed.wait(min(left, 0.05))

@@ -21,6 +21,7 @@ from streamlap.devices import (
     host_runtime,
     parse_device,
     place_of,
+    simulation,
 )
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
 from streamlap.sizes import default_pinned_limit, parse_size
@@ -182,10 +183,15 @@ _host_pool = _RuntimePool(cuda=False)
 
 def pool_for(place: Place) -> PinnedPool:
     """Return the default pool for results of ``place``."""
+    if place.simulation is not None:
+        return place.simulation.pool
     return _cuda_pool if place.is_cuda else _host_pool
 
 
 def _default_pool() -> PinnedPool:
+    serving = simulation.get()
+    if serving is not None:
+        return serving.pool
     return _cuda_pool if torch.cuda.is_available() and not cuda_reason() else _host_pool
 
 

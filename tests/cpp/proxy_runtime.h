@@ -19,6 +19,7 @@ class ProxyRuntime : public Runtime {
   int device_count() const override { return inner_->device_count(); }
   bool uses_device_memory() const noexcept override { return inner_->uses_device_memory(); }
   bool virtual_time() const noexcept override { return inner_->virtual_time(); }
+  void poll() override { inner_->poll(); }
   bool device_active(int device) override { return inner_->device_active(device); }
   void* alloc_pinned(std::size_t bytes) override {
     before("alloc_pinned");
