@@ -28,9 +28,23 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-gpu", action="store_true", help="a skipped GPU test or test module is a failure"
     )
+    parser.addoption("--sim", metavar="SCHEDULE", help="serve CPU tensors by simulations")
     parser.addoption(
         "--require-two-gpus", action="store_true", help="fail the tests of two GPUs without two"
     )
+
+
+@pytest.fixture(autouse=True)
+def served_by(request):
+    """With --sim SCHEDULE, a simulation of its own serves each test's CPU tensors."""
+    schedule = request.config.getoption("--sim")
+    if schedule is None:
+        yield None
+        return
+    import streamlap
+
+    with streamlap.use_runtime("sim", schedule=schedule) as simulation:
+        yield simulation
 
 
 def pytest_collection_modifyitems(config, items):

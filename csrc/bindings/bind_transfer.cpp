@@ -93,7 +93,14 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
     request.items.push_back({reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src),
                              bytes, element, body.is_none() ? nullptr : as_task(body)});
   }
-  for (const PyStream* stream : after) request.after.push_back(stream->ref);
+  for (const PyStream* stream : after) {
+    if (stream->runtime != engine->runtime()) {
+      throw Error(ErrorKind::invalid_argument, std::string("a stream of runtime '") +
+                                                   stream->runtime->name() +
+                                                   "' cannot order a copy of another runtime");
+    }
+    request.after.push_back(stream->ref);
+  }
   request.policy.chunk_bytes = chunk_bytes;
   request.from_host_stream = from_host_stream;
   if (!finish.is_none()) request.finish = as_task(finish);
@@ -117,6 +124,11 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
 // Blocks until the copies are issued, so that a stream can be made to wait for them.
 void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
   auto transfer = self.get();
+  if (stream.runtime != transfer->runtime()) {
+    throw Error(ErrorKind::invalid_argument, std::string("a stream of runtime '") +
+                                                 stream.runtime->name() +
+                                                 "' cannot wait for a copy of another runtime");
+  }
   const bool on_host = transfer->waits_on_host();
   wait_sliced(*transfer->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
     return on_host ? transfer->sync_for(slice) : transfer->issued_for(slice);

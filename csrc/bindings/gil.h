@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -90,9 +91,9 @@ bool wait_sliced(Runtime& runtime, std::optional<double> timeout, Wait&& wait) {
       // Longer than a year is for ever: it must fit the type.
       const double left = std::min(*timeout - (runtime.now() - begin), 3e7);
       if (left < std::chrono::duration<double>(slice).count()) {
-        next = std::max(std::chrono::nanoseconds(0),
-                        std::chrono::duration_cast<std::chrono::nanoseconds>(
-                            std::chrono::duration<double>(left)));
+        // Rounded up: a virtual clock that is asked to go on by nothing stands still for ever.
+        next = std::chrono::nanoseconds(
+            left > 0 ? static_cast<std::chrono::nanoseconds::rep>(std::ceil(left * 1e9)) : 0);
       }
     }
     bool done = false;

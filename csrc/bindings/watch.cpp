@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/process.h"
+#include "sim/runtime_sim.h"
 
 namespace streamlap::bindings {
 
@@ -119,6 +120,7 @@ void Watch::wait(std::chrono::microseconds& nap) {
 
 py::object Watch::next() {
   keep_thread_to_the_end();
+  sim::SimRuntime::stand_by();
   std::vector<SharedObject> tokens;
   std::vector<PyObject*> dropped;
   bool stop = false;

@@ -25,6 +25,7 @@ constexpr auto real_nap = std::chrono::milliseconds(1);
 // A host that asks so often whether something is done lets it be done.
 constexpr std::size_t patient_polls = 64;
 
+thread_local bool t_stands_by = false;
 thread_local double t_spent = 0;
 thread_local const void* t_body_of = nullptr;      // the simulation whose callable this thread runs
 thread_local const void* t_body_stream = nullptr;  // and the stream that it is on
@@ -145,6 +146,7 @@ struct SimRuntime::Attendance {
   };
 
   static void enter(const std::shared_ptr<Attendance>& self, int change = 0) {
+    if (t_stands_by) return;
     thread_local Leaver leaver;
     std::lock_guard lock(self->mutex);
     self->last = RealClock::now();
@@ -160,6 +162,8 @@ SimRuntime::SimRuntime(SimOptions options, std::unique_ptr<Strategy> strategy)
       attendance_(std::make_shared<Attendance>()) {}
 
 SimRuntime::~SimRuntime() = default;
+
+void SimRuntime::stand_by() noexcept { t_stands_by = true; }
 
 void SimRuntime::spend(double seconds) {
   if (t_body_of == nullptr) {
@@ -507,7 +511,7 @@ void SimRuntime::poll() {
 
 // ---- waiting
 
-bool SimRuntime::others_may_act(double) const {
+bool SimRuntime::others_may_act() const {
   std::lock_guard lock(attendance_->mutex);
   if (RealClock::now() - attendance_->last > real_patience) return false;
   const auto self = std::this_thread::get_id();
@@ -542,7 +546,7 @@ bool SimRuntime::block(Lock& lock, const MarkPtr& mark, std::chrono::nanoseconds
       leave(false);
       throw;
     }
-    if (bodies_ > 0 || others_may_act(0)) {
+    if (bodies_ > 0 || others_may_act()) {
       changed_.wait_for(lock, real_nap);
       continue;
     }

@@ -51,6 +51,8 @@ class SimRuntime final : public Runtime {
   SimRuntime(SimOptions options, std::unique_ptr<Strategy> strategy);
   ~SimRuntime() override;
 
+  // This thread only looks: nobody waits for what it may do.
+  static void stand_by() noexcept;
   // From inside a callable: it takes so many seconds more.
   static void spend(double seconds);
   // The decisions so far; replay() takes them.
@@ -126,7 +128,7 @@ class SimRuntime final : public Runtime {
   // Until the mark is done (then true) or the clock has gone on by `timeout` (then false).
   bool block(Lock& lock, const MarkPtr& mark, std::chrono::nanoseconds timeout,
              const std::string& who);
-  bool others_may_act(double since) const;
+  bool others_may_act() const;
   std::string deadlock_report(const std::string& who) const;
 
   const SimOptions options_;

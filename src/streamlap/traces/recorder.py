@@ -12,13 +12,19 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from streamlap import _native
-from streamlap.devices import Place
+from streamlap.devices import Place, simulation
 from streamlap.observe import Copy
 from streamlap.traces.spans import Span
 
 _LEAST_WAIT = 20e-6  # seconds; below it a wait is what any two operations have between them
 
 _Key = tuple[str, int]
+
+
+def _clock() -> float:
+    """Return the time that events are placed on: a simulation's, where one serves."""
+    serving = simulation.get()
+    return time.perf_counter() if serving is None else serving.now()
 
 
 @dataclass
@@ -45,7 +51,7 @@ class _Copied:
 class Recorder:
     """Collects what the library tells. Any thread may tell; see ``observe.Recorder``."""
 
-    begin: float = field(default_factory=time.perf_counter)
+    begin: float = field(default_factory=_clock)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,26 +67,26 @@ class Recorder:
         return _Timing(self, place, stream, name)
 
     def copied(self, native: _native.Transfer, copy: Copy) -> None:
-        self._copies.append(_Copied(copy, native.marks(), time.perf_counter()))
+        self._copies.append(_Copied(copy, native.marks(), _clock()))
 
     def stream_waits(self, stream: _native.Stream, place: Place, native: _native.Transfer) -> None:
         key = (str(place), stream.handle)
         with self._lock:
-            self._awaited.setdefault(key, []).append((time.perf_counter(), native.marks()))
+            self._awaited.setdefault(key, []).append((_clock(), native.marks()))
 
     @contextlib.contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin = _clock()
         try:
             yield
         finally:
-            end = time.perf_counter()
+            end = _clock()
             if end - begin > _LEAST_WAIT:
                 self._note_thread("wait", f"waits for {lane}", begin, end, waits_for=lane)
 
     def grew(self, nbytes: int, begin: float) -> None:
         name = f"{nbytes} bytes from the system"
-        self._note_thread("growth", name, begin, time.perf_counter(), nbytes=nbytes)
+        self._note_thread("growth", name, begin, _clock(), nbytes=nbytes)
 
     def _note_thread(
         self, kind: str, name: str, begin: float, end: float, nbytes: int = 0, waits_for: str = ""
@@ -91,7 +97,7 @@ class Recorder:
         )
 
     def _begin_call(self, place: Place, stream: _native.Stream | None, name: str) -> _Call:
-        asked = time.perf_counter()
+        asked = _clock()
         handle = 0 if stream is None else stream.handle
         with self._lock:
             awaited = self._awaited.pop((str(place), handle), [])
@@ -109,7 +115,7 @@ class Recorder:
     def _end_call(self, call: _Call, stream: _native.Stream | None) -> None:
         on_device = call.place.is_cuda and stream is not None
         call.end = (
-            stream.record(timed=True) if on_device and stream is not None else time.perf_counter()
+            stream.record(timed=True) if on_device and stream is not None else _clock()
         )
         self._calls.append(call)
 
