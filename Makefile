@@ -47,6 +47,8 @@ gpu: ## on a machine with a GPU: build, C++ tests, GPU tests and demo, in the gi
 
 build: $(READY) ## build the module in place (STREAMLAP_CUDA=AUTO|ON|OFF)
 	$(PY) setup.py -q build_ext --inplace
+	@$(PY) -c 'import importlib.util as u, sys; f = u.find_spec("streamlap"); sys.exit(not (f and f.origin == "$(CURDIR)/src/streamlap/__init__.py"))' \
+	  || rm -f $(EDITABLE) # something else was installed in its place
 	@$(MAKE) -s $(EDITABLE)
 
 build-host: $(READY) ## build the package without CUDA into build/host

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from streamlap.errors import InvalidArgument
+
 from . import binary_report
 from .groups import GROUPS
 from .suite import FOLDER, RESULTS
 from .table import commit, header, rate, rate_heading, ratio, seconds
 
+_NEEDED = ("date", "machine", "versions", "commit", "dirty", "settings", "notes", "tables")
 PAGE = FOLDER.parent / "docs" / "performance.md"
 
 _INTRODUCTION = """\
@@ -39,9 +42,17 @@ ratio says more.
 
 def documents(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return all results, the newest first. Quick ones are no measurement."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [_document(path) for path in sorted(folder.glob("*.json"))]
     kept = [document for document in found if not document["settings"]["quick"]]
     return sorted(kept, key=lambda document: str(document["date"]), reverse=True)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        return {name: document[name] for name in _NEEDED} | document
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(f"{path.name} is no result of the bench suite ({error})") from error
 
 
 def page(found: list[dict[str, Any]], binary: Path = RESULTS / "binary") -> str:

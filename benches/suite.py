@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,19 +143,33 @@ def failures(document: dict[str, Any]) -> list[str]:
 
 
 def save(document: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write the document to a file named for the day, the machine and the commit.
+    """Write the document to a file named for the time, the machine and the commit.
 
     A run of a part is named for it too, so that it replaces no whole one.
     """
     settings = document["settings"]
-    parts = [document["date"][:10], _slug(document["machine"]["kind"]), document["commit"][:7]]
+    when = document["date"][:10] + "-" + document["date"][11:19].replace(":", "")
+    parts = [when, _slug(document["machine"]["kind"]), document["commit"][:7]]
     parts += settings["groups"] if settings["groups"] != "all" else []
     parts += [settings["dtype"]] if settings["dtype"] else []
     parts += ["quick"] if settings["quick"] else []
-    folder.mkdir(exist_ok=True)
+    require_folder(folder)
     path = folder / f"{'-'.join(parts)}.json"
-    path.write_text(as_json(document) + "\n")
+    beside = path.with_suffix(".part")  # a run that is stopped leaves no half of a file
+    beside.write_text(as_json(document) + "\n")
+    beside.replace(path)
     return path
+
+
+def require_folder(folder: Path = RESULTS) -> None:
+    """Make the folder; raise InvalidArgument where nothing can be kept in it."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InvalidArgument(
+            f"nothing can be kept in {folder.parent.name}/{folder.name}: make it a folder that can "
+            "be written, or pass --no-save"
+        )
 
 
 def _slug(text: str) -> str:

@@ -16,6 +16,7 @@ import torch
 
 import streamlap
 from streamlap import bench, cli
+from streamlap.errors import InvalidArgument
 
 ROOT = Path(__file__).parent.parent
 JOB = {"compute alone", "copy alone", "run, then copy", "thread by hand", "pipelined_run"}
@@ -379,7 +380,7 @@ def test_the_page_has_a_section_a_machine_and_the_newest_of_each_table(document,
     gpu = changed(old, commit="c" * 40)
     gpu["machine"] |= {"kind": "NVIDIA H200", "gpus": ["NVIDIA H200"]}
     saved = [suite().save(one, tmp_path).name for one in (old, new, gpu)]
-    assert saved[2] == "2026-01-01-nvidia-h200-ccccccc.json"
+    assert saved[2] == "2026-01-01-100000-nvidia-h200-ccccccc.json"
     suite().save(changed(document, date="2026-02-02T10:00:00Z", commit="d" * 40), tmp_path)
     page = tmp_path / "docs" / "performance.md"
     assert report.write(page, tmp_path) == 3
@@ -416,6 +417,30 @@ def test_a_suite_elsewhere_keeps_results_and_writes_its_page(tmp_path):
     assert "Nothing has been measured yet." in (tmp_path / "docs" / "performance.md").read_text()
 
 
+def test_what_cannot_be_kept_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    kept = suite("suite")
+    place = tmp_path / "results"
+    place.write_text("a file in the folder's place")
+    with pytest.raises(InvalidArgument, match="pass --no-save"):
+        kept.require_folder(place)
+    monkeypatch.setattr(bench, "load", lambda module, folder: kept)
+    monkeypatch.setattr(kept, "require_folder", lambda: kept_require(place))
+    monkeypatch.setattr(kept, "measure", lambda *args: pytest.fail("it was measured"))
+    assert cli.main(["bench", "--group", "pinned"]) == 2
+
+
+def kept_require(place):
+    raise InvalidArgument(f"nothing can be kept in {place.name}")
+
+
+def test_a_broken_result_is_named(tmp_path):
+    report = suite("report")
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(InvalidArgument, match=r"broken\.json is no result"):
+            report.documents(tmp_path)
+
+
 # -- arguments
 
 
@@ -442,7 +467,7 @@ def test_without_a_checkout_it_says_what_to_do(monkeypatch, tmp_path, capsys):
         (["--rounds", "9" * 5000], "from 1 to"),
         (["--suite", "no_such_folder"], "--suite"),
         (["--report", "--quick"], "leave out --quick"),
-        (["--report", "--no-save"], "leave out --save"),
+        (["--report", "--no-save"], "leave out --no-save"),
         (["more"], "more"),
     ],
 )

@@ -205,6 +205,9 @@ def test_one_timeline_at_a_time_and_one_block_each(where):
     assert len(of(tl, "copy")) == 1
     with pytest.raises(streamlap.InvalidArgument, match="records one block"):
         tl.__enter__()
+    for wrong in (tl, streamlap.timeline()):
+        with pytest.raises(streamlap.InvalidArgument, match="not being recorded"):
+            wrong.__exit__(None, None, None)
     assert not observe.watched()
 
 
@@ -222,7 +225,8 @@ def test_an_error_in_the_block_arrives_and_what_was_done_is_there(where):
     with pytest.raises(ArithmeticError), tl:
         streamlap.pipelined_run(x, n=6, fn=fail)
     assert not observe.watched()
-    assert [span.name for span in of(tl, "compute")] == ["fn 0", "fn 1", "fn 2"]
+    # The call that raised has run, too.
+    assert [span.name for span in of(tl, "compute")] == ["fn 0", "fn 1", "fn 2", "fn 3"]
     assert len(of(tl, "copy")) == 3
 
 
@@ -268,6 +272,44 @@ def test_copies_from_many_threads_are_all_there(where):
     ordered = sorted(copies, key=lambda span: span.begin)
     for before, after in itertools.pairwise(ordered):
         assert after.begin >= before.end - 5e-6  # one stream, one at a time
+
+
+def test_each_thread_that_computes_has_a_lane_of_its_own():
+    x = random_numbers((SIZE, SIZE))
+    barrier = threading.Barrier(2)
+
+    def work():
+        def fn(y):
+            barrier.wait()  # both are inside at once
+            return y.mm(y)
+
+        streamlap.run(x, n=3, fn=fn)
+
+    threads = [threading.Thread(target=work, name="same name") for _ in range(2)]
+    with streamlap.timeline() as tl:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lanes = {span.lane for span in of(tl, "compute")}
+    assert lanes == {"cpu:0 compute", "cpu:0 compute 2"}
+    for lane in lanes:
+        own = [span for span in of(tl, "compute") if span.lane == lane]
+        assert len(own) == 3
+        for before, after in itertools.pairwise(own):
+            assert after.begin >= before.end
+
+
+def test_growth_is_the_thread_s_that_asked(where):
+    x = random_numbers((SIZE, SIZE), where=where)
+    pool = streamlap.PinnedPool("64MiB")
+    kept = [pool.empty(1000)]
+    del kept[0]
+    with streamlap.timeline() as tl:
+        kept.append(pool.empty(1000))  # the block from before
+        kept.append(pool.empty(1000))
+    assert len(of(tl, "growth")) == 1
+    del x
 
 
 def test_a_recorded_run_gives_a_trace_and_a_picture(where, tmp_path):

@@ -45,6 +45,17 @@ def test_trace_picture_and_summary(where, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "job.svg"]
 
 
+def test_a_suffix_in_out_is_no_second_one(tmp_path):
+    done = timeline(*TINY, "--device", "cpu", "--out", str(tmp_path / "job.png"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "job.png"]
+    (tmp_path / "q.png").mkdir()
+    done = timeline(*TINY, "--device", "cpu", "--out", str(tmp_path / "q"))
+    assert done.returncode == 2
+    assert "q.png' cannot be written" in done.stderr
+    assert not (tmp_path / "q.json").exists()
+
+
 def test_without_a_picture_matplotlib_is_not_needed(tmp_path):
     code = (
         "import sys, importlib.util; real = importlib.util.find_spec\n"
@@ -76,6 +87,12 @@ def test_without_a_picture_matplotlib_is_not_needed(tmp_path):
         ("--dtype", "int8"),
         ("--format", "gif"),
         ("--out", "no/such/folder/t"),
+        ("--out", ""),
+        ("--out", "./"),
+        ("--out", "tests/"),
+        ("--size", "99999999999999999999999"),
+        ("--size", "1_0"),
+        ("--repeat", "99999999"),
         ("--dtype", "tf32", "--device", "cpu"),
         ("surplus",),
         ("--unknown",),

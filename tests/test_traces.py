@@ -77,7 +77,8 @@ def test_who_waited_for_whom_is_added_up():
         ([], "nothing of streamlap ran"),
         (JOB, "compute-bound"),
         ([compute(0, 1), copy(0, 2), copy(2, 4)], "copy-bound"),
-        ([compute(0, 1), copy(1, 2), compute(2, 3), copy(3, 4)], "little overlap"),
+        ([compute(0, 1), copy(1, 2), compute(2, 3), copy(3, 4)], "2.00 x the limit"),
+        ([compute(0, 1), copy(1, 2), wait("a", "b", 0, 2)], "a waited 2.000 s for b"),
         ([*JOB, Span("growth", "g", "thread", 0, 3)], "cold pool"),
         ([compute(0, 4), copy(0, 4, path="driver")], "ordinary memory"),
         ([compute(0, 1)], "only compute"),
@@ -164,3 +165,29 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
     with pytest.raises(streamlap.StreamlapError, match=r"streamlap\[viz\]"):
         picture.plot(JOB, tmp_path / "t.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_may_be_named_in_every_way_and_are_whole_or_not_there(tmp_path, monkeypatch):
+    for name in (tmp_path / "a.JSON", str(tmp_path / "b.json"), bytes(tmp_path / "c.json")):
+        perfetto.save(JOB, name)
+    picture.plot(JOB, bytes(tmp_path / "d.SVG"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.JSON",
+        "b.json",
+        "c.json",
+        "d.SVG",
+    ]
+    before = (tmp_path / "d.SVG").read_bytes()
+    picture.plot(JOB, tmp_path / "d.SVG")
+    assert (tmp_path / "d.SVG").read_bytes() == before  # the same spans, the same file
+    (tmp_path / "e.json").mkdir()
+    with pytest.raises(OSError, match=r"e\.json"):
+        perfetto.save(JOB, tmp_path / "e.json")
+    with pytest.raises(OSError, match="nowhere"):
+        perfetto.save(JOB, tmp_path / "nowhere" / "e.json")
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_the_legend_names_no_overlap_where_there_is_none(tmp_path):
+    picture.plot([compute(0, 1), copy(1, 2)], tmp_path / "t.svg")
+    assert "both at once" not in (tmp_path / "t.svg").read_text()

@@ -135,6 +135,18 @@ void Bench::progress(const std::string& text) {
 
 }  // namespace bench
 
+namespace {
+
+// What is echoed of the command line may hold anything; an error is one line.
+void complain(const char* end, std::string what) {
+  for (char& c : what) {
+    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+  }
+  std::fprintf(stderr, "%sstreamlap-bench: %s\n", end, what.c_str());
+}
+
+}  // namespace
+
 int main(int count, char** words) {
   std::signal(SIGINT, bench::interrupted);
   std::signal(SIGPIPE, SIG_IGN);
@@ -144,12 +156,12 @@ int main(int count, char** words) {
   try {
     return bench::run({words + 1, words + count});
   } catch (const bench::UsageError& error) {
-    std::fprintf(stderr, "%sstreamlap-bench: %s\n", end, error.what());
+    complain(end, error.what());
     return 2;
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr, "%sstreamlap-bench: no memory left: use smaller sizes\n", end);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "%sstreamlap-bench: %s\n", end, error.what());
+    complain(end, error.what());
   }
   return 1;
 }

@@ -216,6 +216,9 @@ Options parse(const std::vector<std::string>& arguments) {
       value = name.substr(equals + 1);
       name.resize(equals);
     }
+    if (value && (name == "--json" || name == "--help" || name == "--version")) {
+      throw UsageError(name + " takes no value");
+    }
     if (!takes(entry, name)) {
       throw UsageError(std::string(entry.name) + " has no option '" + name.substr(0, 40) +
                        "': see streamlap-bench " + entry.name + " --help");

@@ -51,9 +51,10 @@ std::size_t parse_bytes(const std::string& what, const std::string& text) {
       std::find_if(units.begin(), units.end(), [&](const Unit& each) { return unit == each.name; });
   const bool too_large = error == std::errc::result_out_of_range;
   if ((error != std::errc{} && !too_large) || found == units.end() || !(number >= 0) ||
-      (!too_large && number * found->bytes < 1)) {
+      (!too_large &&
+       (number * found->bytes < 1 || number * found->bytes != std::floor(number * found->bytes)))) {
     throw UsageError(what + " '" + text.substr(0, 40) +
-                     "' is no size from 1 byte up: write a number and B, KiB, MiB, GiB, KB, MB or "
+                     "' is no size from 1 byte up, in whole bytes: write a number and B, KiB, MiB, GiB, KB, MB or "
                      "GB, like 64MiB");
   }
   // 2^53: up to here a double holds every whole number.

@@ -143,6 +143,7 @@ void bind_pool(py::module_& module) {
           "address",
           [](const PyBlock& self) { return reinterpret_cast<std::uintptr_t>(self.block().data()); })
       .def_property_readonly("nbytes", [](const PyBlock& self) { return self.block().requested(); })
+      .def_property_readonly("fresh", [](const PyBlock& self) { return self.block().fresh(); })
       .def_property_readonly("capacity",
                              [](const PyBlock& self) { return self.block().capacity(); })
       .def_buffer([](PyBlock& self) {

@@ -31,7 +31,7 @@ std::string where(StreamRef stream) { return "device " + std::to_string(stream.d
 // The driver has no wait with a limit, and its wait without one either spins for ever or has every
 // record interrupt the host. So: poll, quickly at first, then ever more rarely, never late by more
 // than a fiftieth of the wait.
-bool poll(const Recording& recording, std::chrono::nanoseconds timeout) {
+bool wait_for(const Recording& recording, std::chrono::nanoseconds timeout) {
   using clock = std::chrono::steady_clock;
   constexpr std::chrono::nanoseconds spin = std::chrono::milliseconds(2);
   constexpr std::chrono::nanoseconds shortest = std::chrono::microseconds(20);
@@ -218,7 +218,7 @@ void CudaRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
         completion->wait();
         completion->rethrow_if_failed();
       } else {
-        poll(*recording, std::chrono::nanoseconds::max());
+        wait_for(*recording, std::chrono::nanoseconds::max());
       }
     });
     return;
@@ -269,7 +269,7 @@ bool CudaRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds ti
     completion->rethrow_if_failed();
     return true;
   }
-  return poll(*recording, timeout);
+  return wait_for(*recording, timeout);
 }
 
 double CudaRuntime::event_elapsed(const Event& begin, const Event& end) {

@@ -214,6 +214,7 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   }
   std::lock_guard lock(mutex_);
   stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
+  block->fresh_ = true;
   hand_out(*block, data, entry);
   return block;
 }

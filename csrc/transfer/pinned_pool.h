@@ -33,6 +33,8 @@ class PinnedBlock {
   std::byte* data() const noexcept { return data_; }
   std::size_t capacity() const noexcept { return capacity_; }
   std::size_t requested() const noexcept { return requested_; }
+  // The system was asked for it just now; otherwise it had been used before.
+  bool fresh() const noexcept { return fresh_; }
   PinnedPool& pool() const noexcept { return *pool_; }
 
   // Work on `stream` issued so far uses this block: it is not reused before that work is done.
@@ -49,6 +51,7 @@ class PinnedBlock {
   std::mutex mutex_;
   std::vector<EventPtr> uses_;
   bool condemned_ = false;
+  bool fresh_ = false;
 };
 
 struct PoolStats {

@@ -6,31 +6,27 @@ import argparse
 import re
 import sys
 
-_MOST_PRODUCTS = 10_000
+_MOST = 10_000
 
 
 def positive(text: str) -> int:
     """Return a number from 1 up."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
-    return value
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up to 999999999")
+    return int(text)
 
 
 def count(text: str) -> int:
-    """Return a number of products."""
+    """Return a number of products, or of rounds."""
     value = positive(text)
-    if value > _MOST_PRODUCTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too many; the most is {_MOST_PRODUCTS}")
+    if value > _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too many; the most is {_MOST}")
     return value
 
 
 def device(text: str) -> str:
     """Return the name of a device, or ``all``."""
-    if not re.fullmatch(r"all|cpu|cuda:\d+", text):
+    if not re.fullmatch(r"all|cpu|cuda:[0-9]{1,3}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is unknown; write all, cpu or cuda:0")
     return text
 

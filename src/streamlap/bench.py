@@ -25,6 +25,13 @@ examples:
 _MOST_ROUNDS = 1000
 
 
+_PARTS = {
+    "suite": ("setting", "measure", "save", "require_folder", "failures", "as_json"),
+    "report": ("write", "PAGE"),
+    "table": ("as_text",),
+}
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
@@ -74,8 +81,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     suite = load("suite", arguments.suite)
     chosen = suite.setting(arguments.device, arguments.dtype, arguments.rounds, arguments.quick)
-    document = suite.measure(chosen, list(dict.fromkeys(arguments.group)))
     keep = not arguments.quick if arguments.save is None else arguments.save
+    if keep:
+        suite.require_folder()  # before minutes are spent
+    document = suite.measure(chosen, list(dict.fromkeys(arguments.group)))
     saved = suite.save(document) if keep else None
     if arguments.json:
         print(suite.as_json(document))
@@ -93,7 +102,7 @@ def _require_nothing_else(arguments: argparse.Namespace) -> None:
     others = ("group", "dtype", "rounds", "quick", "device", "json")
     given = [name for name in others if getattr(arguments, name)]
     if arguments.save is not None:
-        given.append("save")
+        given.append("save" if arguments.save else "no-save")
     if given:
         raise InvalidArgument(f"--report measures nothing: leave out --{given[0]}")
 
@@ -119,8 +128,14 @@ def load(module: str, folder: Path | None = None) -> Any:
     if parent not in sys.path:
         sys.path.insert(0, parent)
     package = importlib.import_module(place.name)
-    if Path(str(package.__file__)).resolve().parent != place:
+    if package.__file__ is None:
+        raise InvalidArgument(f"{str(folder)!r} is no bench suite: it has no __init__.py")
+    if Path(package.__file__).resolve().parent != place:
         raise InvalidArgument(
             f"another package is called {place.name!r}: rename the suite's folder"
         )
-    return importlib.import_module(f"{place.name}.{module}")
+    found = importlib.import_module(f"{place.name}.{module}")
+    missing = [name for name in _PARTS.get(module, ()) if not hasattr(found, name)]
+    if missing:
+        raise InvalidArgument(f"{str(folder)!r} is no bench suite: {module} has no {missing[0]}()")
+    return found

@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
         help="(default: fp32 and tf32 on a GPU, fp32 on a CPU)",
     )
     parser.add_argument(
-        "--repeat", type=positive, metavar="N", help="rounds (default: 9, fewer on many devices)"
+        "--repeat", type=count, metavar="N", help="rounds (default: 9, fewer on many devices)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run_command)

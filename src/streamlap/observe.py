@@ -1,6 +1,6 @@
 """What the library tells those who watch it: a timeline that is being recorded, a profiler.
 
-Nobody watching, a hook costs a look at one variable.
+Nobody watching, a hook looks at two variables and does nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ class Recorder(Protocol):
     def waiting(self, lane: str) -> Context:
         """Return a context that times its block, in which the calling thread waits for a lane."""
 
+    def now(self) -> float:
+        """Return the time on the timeline's clock."""
+
     def grew(self, nbytes: int, begin: float) -> None:
-        """Note that a pool has asked the system for memory since ``begin`` (perf_counter)."""
+        """Note that a pool has asked the system for memory since ``begin``."""
 
 
 class Copy:
@@ -123,14 +126,16 @@ def submitted(
 
 def stream_waits(stream: _native.Stream, place: Place, native: _native.Transfer) -> None:
     """Note that ``stream`` was made to wait for a copy."""
-    if recorder is not None:
-        recorder.stream_waits(stream, place, native)
+    now = recorder
+    if now is not None:
+        now.stream_waits(stream, place, native)
 
 
-def waiting(lane: str) -> Context:
-    """Return a context for a wait of the calling thread."""
+def waiting(lane: str | Callable[[], str]) -> Context:
+    """Return a context for a wait of the calling thread; the lane's name is made if needed."""
     now = recorder
     if now is None and not ranges:
         return _NOTHING
+    lane = lane if isinstance(lane, str) else lane()
     inner = _NOTHING if now is None else now.waiting(lane)
     return _nvtx(f"wait for {lane}", inner) if ranges else inner

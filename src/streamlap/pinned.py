@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
@@ -95,9 +94,9 @@ class PinnedPool:
         recorder = observe.recorder
         if recorder is None:
             return self._take(nbytes)
-        misses, begin = self.stats()["misses"], time.perf_counter()
+        begin = recorder.now()
         block = self._take(nbytes)
-        if self.stats()["misses"] > misses:
+        if block.fresh:
             recorder.grew(nbytes, begin)
         return block
 

@@ -294,7 +294,7 @@ class Transfer:
             observe.stream_waits(stream, part.place, part.native)
 
     def _waiting(self, part: Part) -> contextlib.AbstractContextManager[Any]:
-        return observe.waiting(observe.lane_of(part.place, self._to_device, part.path))
+        return observe.waiting(lambda: observe.lane_of(part.place, self._to_device, part.path))
 
     def _call(self, call: Callable[..., Any], *args: Any) -> Any:
         try:

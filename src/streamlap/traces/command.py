@@ -20,7 +20,7 @@ from streamlap.traces.timeline import Timeline, timeline
 
 _DESCRIPTION = """\
 Compute x.mm(x) n times, bring all results to the host meanwhile, and show what ran when:
-OUT.json (open it in ui.perfetto.dev), OUT.png or OUT.svg, and a summary.
+OUT.json (open it in ui.perfetto.dev), OUT.png, OUT.svg or OUT.pdf, and a summary.
 """
 _EXAMPLES = """\
 examples:
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--repeat",
-        type=positive,
+        type=count,
         default=_ROUNDS,
         metavar="N",
         help=f"rounds; the median one is shown (default: {_ROUNDS})",
@@ -93,9 +93,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise StreamlapError(
             'the picture needs matplotlib: pip install "streamlap[viz]", or pass --no-plot'
         )
-    folder = os.path.dirname(arguments.out) or "."
-    if not os.path.isdir(folder):
-        raise InvalidArgument(f"there is no folder {folder!r} for --out: make it first")
+    targets = _targets(arguments)
     where = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     progress = Progress()
     try:
@@ -110,17 +108,34 @@ def run_command(arguments: argparse.Namespace) -> int:
         progress.clear()
 
     seconds, shown = sorted(rounds.recorded, key=lambda found: found[0])[arguments.repeat // 2]
-    written = [f"{arguments.out}.json"]
-    shown.save(written[0])
-    title = f"{planned.n} products of {planned.size}x{planned.size}, {arguments.dtype}"
-    if not arguments.no_plot:
-        written.append(f"{arguments.out}.{arguments.format}")
-        shown.plot(written[1], f"{title}: {shown.summary().headline()}")
+    shown.save(targets[0])
+    products = "1 product" if planned.n == 1 else f"{planned.n} products"
+    title = f"{products} of {planned.size}x{planned.size}, {arguments.dtype}"
+    for picture in targets[1:]:
+        shown.plot(picture, f"{title}: {shown.summary().headline()}")
     print(f"{title} on {group.label}")
     print(shown.summary())
     print(_by_stopwatch(rounds, seconds, shown))
-    print(f"written: {', '.join(written)}")
+    print(f"written: {', '.join(targets)}")
     return 0
+
+
+def _targets(arguments: argparse.Namespace) -> list[str]:
+    """Return the files to write; refuse before anything is measured what could not be written."""
+    base = str(arguments.out)
+    for suffix in ("json", *_FORMATS):
+        base = base.removesuffix(f".{suffix}")
+    folder, name = os.path.split(base)
+    folder = folder or "."
+    if not name:
+        raise InvalidArgument(f"--out {arguments.out!r} names no file: write a name, no suffix")
+    if not os.path.isdir(folder):
+        raise InvalidArgument(f"there is no folder {folder!r} for --out: make it first")
+    files = [f"{base}.json", *([] if arguments.no_plot else [f"{base}.{arguments.format}"])]
+    for file in files:
+        if os.path.isdir(file) or not os.access(folder, os.W_OK):
+            raise InvalidArgument(f"{file!r} cannot be written: choose another --out")
+    return files
 
 
 def _measure(group: experiment.Group, n: int, repeat: int, progress: Progress) -> _Rounds:
@@ -154,8 +169,9 @@ def _by_stopwatch(rounds: _Rounds, recorded: float, shown: Timeline) -> str:
     compute, copy = statistics.median(rounds.compute), statistics.median(rounds.copy)
     plain = statistics.median(rounds.plain)
     hidden = (compute + copy - plain) / min(compute, copy)
+    share = f"{hidden:.1%} hidden" if hidden > 0 else "nothing hidden"
     return (
         f"by the stopwatch: compute alone {compute:.4f} s, copy alone {copy:.4f} s, both "
-        f"{plain:.4f} s: {plain / max(compute, copy):.3f} x the limit, {hidden:.1%} hidden; "
+        f"{plain:.4f} s: {plain / max(compute, copy):.3f} x that limit, {share}; "
         f"recorded {recorded:.4f} s ({recorded / plain - 1:+.1%})"
     )

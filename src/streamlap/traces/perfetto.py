@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 from streamlap.errors import InvalidArgument
+from streamlap.traces.files import replace
 from streamlap.traces.spans import Span, lanes_of
 
 
@@ -54,11 +55,11 @@ def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 def save(spans: Sequence[Span], path: str | PathLike[str]) -> None:
     """Write the trace; see ``Timeline.save``."""
-    name = os.fspath(path)
-    if not name.endswith(".json"):
+    name = os.fsdecode(path)
+    if not name.lower().endswith(".json"):
         raise InvalidArgument(f"a trace is a .json file, not {name!r}")
-    with open(name, "w") as file:
-        json.dump({"traceEvents": events(spans), "displayTimeUnit": "ms"}, file)
+    text = json.dumps({"traceEvents": events(spans), "displayTimeUnit": "ms"})
+    replace(name, text.encode())
 
 
 def _process(span: Span) -> str:

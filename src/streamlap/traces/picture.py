@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any
 
 from streamlap.errors import InvalidArgument, StreamlapError
+from streamlap.traces.files import replace
 from streamlap.traces.spans import Span, lanes_of
 from streamlap.traces.summary import overlap, summarize
 
@@ -21,7 +22,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "copy": {"facecolor": "#f4b860", "edgecolor": "#8a5a10"},
     "staging": {"facecolor": "#cfe3c8", "edgecolor": "#4d7a43", "hatch": "...."},
     "growth": {"facecolor": "#e3b3b3", "edgecolor": "#8a2f2f", "hatch": "xxxx"},
-    "wait": {"facecolor": "#d5d5d5", "edgecolor": "#d5d5d5"},
+    "wait": {"facecolor": "#b0b0b0", "edgecolor": "#b0b0b0"},
 }
 _WORDS = {
     "compute": "compute",
@@ -39,12 +40,13 @@ _LABEL_SHARE = 0.018  # of the whole time: a bar this wide has room for its numb
 
 def plot(spans: Sequence[Span], path: str | PathLike[str], title: str | None = None) -> None:
     """Draw spans into a file; see ``Timeline.plot``."""
-    name = os.fspath(path)
-    if not name.endswith(_SUFFIXES):
+    name = os.fsdecode(path)
+    if not name.lower().endswith(_SUFFIXES):
         raise InvalidArgument(f"a picture is a {', '.join(_SUFFIXES)} file, not {name!r}")
     if not any(span.device for span in spans):
         raise InvalidArgument("there is nothing to draw: no compute and no copy was recorded")
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -78,15 +80,20 @@ def plot(spans: Sequence[Span], path: str | PathLike[str], title: str | None = N
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(summary.headline() if title is None else title, loc="left", fontsize=10)
-    _legend(figure, {span.kind for span in spans}, bool(overlap(spans)))
-    if name.endswith(".svg"):
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-        with open(name, "w") as file:
-            file.write(_described(drawn.getvalue(), axes.get_title(loc="left"), str(summary)))
-    else:
-        figure.savefig(name)
+    axes.set_title(
+        summary.headline() if title is None else title, loc="left", fontsize=10, wrap=True
+    )
+    _legend(figure, {span.kind for span in spans}, any(overlap(spans).values()))
+    suffix = name.lower().rpartition(".")[2]
+    drawn = io.BytesIO()
+    # The same spans give the same file.
+    with rc_context({"svg.hashsalt": "streamlap"}):
+        figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
+    content = drawn.getvalue()
+    if suffix == "svg":
+        words = axes.get_title(loc="left"), str(summary)
+        content = _described(content.decode(), *words).encode()
+    replace(name, content)
 
 
 def _described(svg: str, title: str, text: str) -> str:
@@ -118,7 +125,13 @@ def _draw(
     )
     if kind not in ("compute", "copy"):
         return
-    for number, span in enumerate(spans):
+    last_end = -1.0
+    number = -1
+    for span in spans:
+        if span.end <= last_end:
+            continue  # inside another: a range within a range
+        number += 1
+        last_end = span.end
         if span.seconds > _LABEL_SHARE * (last - first):
             axes.text(
                 (span.begin + span.end - 2 * first) / 2 * scale,

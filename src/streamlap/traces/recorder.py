@@ -59,7 +59,8 @@ class Recorder:
         self._copies: list[_Copied] = []
         self._of_threads: list[Span] = []
         self._awaited: dict[_Key, list[tuple[float, _native.TransferMarks]]] = {}
-        self._compute_streams: dict[str, list[int]] = {}
+        self._computing: dict[str, list[tuple[str, int]]] = {}
+        self._threads: dict[int, str] = {}
 
     # -- told by the library
 
@@ -84,6 +85,9 @@ class Recorder:
             if end - begin > _LEAST_WAIT:
                 self._note_thread("wait", f"waits for {lane}", begin, end, waits_for=lane)
 
+    def now(self) -> float:
+        return _clock()
+
     def grew(self, nbytes: int, begin: float) -> None:
         name = f"{nbytes} bytes from the system"
         self._note_thread("growth", name, begin, _clock(), nbytes=nbytes)
@@ -91,32 +95,44 @@ class Recorder:
     def _note_thread(
         self, kind: str, name: str, begin: float, end: float, nbytes: int = 0, waits_for: str = ""
     ) -> None:
-        lane = f"thread {threading.current_thread().name}"
+        lane = self._thread_lane()
         self._of_threads.append(
             Span(kind, name, lane, begin, end, nbytes=nbytes, waits_for=waits_for)  # type: ignore[arg-type]
         )
 
-    def _begin_call(self, place: Place, stream: _native.Stream | None, name: str) -> _Call:
-        asked = _clock()
-        handle = 0 if stream is None else stream.handle
+    def _thread_lane(self) -> str:
+        """Return a lane for the calling thread, its own although another has its name."""
+        thread = threading.current_thread()
+        own = "worker" if _native.on_worker_thread() else f"thread {thread.name}"
         with self._lock:
-            awaited = self._awaited.pop((str(place), handle), [])
-            handles = self._compute_streams.setdefault(str(place), [])
-            if place.is_cuda and handle not in handles:
-                handles.append(handle)
-            position = handles.index(handle) if place.is_cuda else 0
+            if threading.get_ident() not in self._threads:
+                name, number = own, 1
+                while name in self._threads.values():
+                    number += 1
+                    name = f"{own} {number}"
+                self._threads[threading.get_ident()] = name
+            return self._threads[threading.get_ident()]
+
+    def _begin_call(self, place: Place, stream: _native.Stream | None, name: str) -> _Call | None:
+        asked = _clock()
+        if place.is_cuda and stream is not None and stream.capturing():
+            return None  # it does not run now, and its events would be the graph's
+        key = ("stream", stream.handle) if stream else ("thread", threading.get_ident())
+        with self._lock:
+            awaited = self._awaited.pop((str(place), key[1]), [])
+            known = self._computing.setdefault(str(place), [])
+            if key not in known:
+                known.append(key)
+            position = known.index(key)
         lane = f"{place} compute" if not position else f"{place} compute {position + 1}"
-        on_device = place.is_cuda and stream is not None
-        begin = stream.record(timed=True) if on_device and stream is not None else asked
+        begin = stream.record(timed=True) if place.is_cuda and stream is not None else asked
         # A worker calls only when it has waited: the wait was asked for before the call.
         first = min([asked, *[when for when, _ in awaited]])
         return _Call(name, place, lane, first, [marks for _, marks in awaited], begin)
 
     def _end_call(self, call: _Call, stream: _native.Stream | None) -> None:
         on_device = call.place.is_cuda and stream is not None
-        call.end = (
-            stream.record(timed=True) if on_device and stream is not None else _clock()
-        )
+        call.end = stream.record(timed=True) if on_device and stream is not None else _clock()
         self._calls.append(call)
 
     # -- afterwards
@@ -157,9 +173,15 @@ class Recorder:
 
     def _copies_done(self, clock: _Clock) -> Iterator[_Work]:
         last_end: dict[str, float] = {}
-        for copied in self._copies:
+        done = [
+            (clock.times_of(copied.marks, copied.copy.place), copied) for copied in self._copies
+        ]
+        # One stream runs them one after the other; two threads may note them in another order.
+        for times, copied in sorted(
+            done, key=lambda found: (_or_zero(found[0][2]), found[1].asked)
+        ):
             copy = copied.copy
-            ready, begin, arrived, end = clock.times_of(copied.marks, copy.place)
+            ready, begin, arrived, end = times
             if math.isnan(arrived) or math.isnan(end):
                 continue
             if math.isnan(begin):  # as soon as it could, by the device's own clock
@@ -205,7 +227,10 @@ class _Timing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if self._call is None:
+            return
+        # What raised has run, too; its error must not be replaced by one of ours.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             self._recorder._end_call(self._call, self._stream)
 
 
@@ -254,6 +279,10 @@ class _Clock:
 def _idle_stream(place: Place) -> _native.Stream:
     """Return a stream that nobody else uses: whatever holds the others, it is idle."""
     return place.runtime.stream(place.index, "copy")
+
+
+def _or_zero(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
 
 
 def _latest(times: list[float]) -> float:

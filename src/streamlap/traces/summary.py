@@ -12,7 +12,7 @@ from streamlap.traces.spans import Interval, Span, both, length, union
 
 _LEAST_GAP = 20e-6  # seconds; what any two operations have between them is no gap
 _MUCH = 0.1  # of the whole time: a part that is worth a word
-_LITTLE_OVERLAP = 0.5
+_FAR = 1.15  # x the limit: from here on something stood still that need not
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
         growth_seconds=growth,
         idle=[_idle(lane, union(own)) for lane, own in sorted(by_lane.items())],
         waits=dict(waits),
-        advice=_advice(seconds, longest_compute, longest_copy, fraction, growth, copies),
+        advice=_advice(seconds, longest_compute, longest_copy, growth, copies, dict(waits)),
     )
 
 
@@ -162,11 +162,12 @@ def _advice(
     seconds: float,
     compute: float,
     copy: float,
-    fraction: float,
     growth: float,
     copies: list[Span],
+    waits: dict[tuple[str, str], float],
 ) -> str:
     """Say the one thing that would help most; the first that applies."""
+    over_limit = seconds / max(compute, copy) if compute or copy else 0.0
     if not compute and not copy:
         return "advice: nothing of streamlap ran in the block; mark your own work with tl.range()"
     if growth > _MUCH * seconds:
@@ -184,10 +185,13 @@ def _advice(
         return "advice: only compute was recorded: there is no copy to hide"
     if not compute:
         return "advice: only copies were recorded: mark your own work with tl.range() to see both"
-    if fraction < _LITTLE_OVERLAP:
+    if over_limit > _FAR:
+        most = max(waits, key=lambda pair: waits[pair]) if waits else None
+        why = f"; {most[0]} waited {waits[most]:.3f} s for {most[1]}" if most else ""
         return (
-            "advice: little overlap: copies and compute took turns; use pipelined_run() or "
-            "pipelined_map(), or start copies by to_cpu() and wait for them later"
+            f"advice: {over_limit:.2f} x the limit: compute and copies took turns, or both stood "
+            f"still{why}; start copies earlier (pipelined_run, pipelined_map, to_cpu), or give "
+            "them larger pieces of work"
         )
     if copy > compute:
         return (

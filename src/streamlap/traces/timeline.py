@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from os import PathLike
 from types import TracebackType
@@ -37,7 +36,8 @@ class Timeline:
     where :meth:`range` marks it. On a GPU times are those of CUDA events, elsewhere of the clock of
     ``time.perf_counter()``.
 
-    The block's end waits for the work that was recorded (not after Ctrl-C). From then on
+    The block's end waits for the work that was recorded (not after Ctrl-C); a pipeline with
+    ``wait=False`` on a CPU goes on by itself, so ask for its results inside the block. From then on
     :attr:`spans`, :meth:`summary`, :meth:`save` and :meth:`plot` answer; before, they raise
     InvalidArgument. One timeline is recorded at a time in a process, from all threads.
     """
@@ -63,10 +63,12 @@ class Timeline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._recorder is not None
+        recorder = self._recorder
+        if recorder is None or observe.recorder is not self._recorder:
+            raise InvalidArgument("the timeline is not being recorded")
         observe.recorder = None
-        self._seconds = time.perf_counter() - self._recorder.begin
-        recorder, self._recorder = self._recorder, Recorder()  # lets go of the events in the end
+        self._seconds = recorder.now() - recorder.begin
+        self._recorder = Recorder()  # lets go of the events in the end
         self._spans = []
         # The block's own error must arrive, whatever state it left the devices in.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
@@ -144,7 +146,7 @@ class Timeline:
         if device is None:
             device = "cuda" if stream is not None or cuda_in_use() else "cpu"
         place = place_of(parse_device(device))
-        native = as_stream(stream, place) if place.is_cuda else None
+        native = as_stream(stream, place) if place.is_cuda or stream is not None else None
         require_no_capture(native, "timeline.range()")
         with recorder.compute(place, native, name):
             yield
