@@ -399,6 +399,40 @@ if pid:
         assert (ended.status, ended.err) == (0, ""), ended
 
 
+FIRST_USES = {
+    "run": "streamlap.run(torch.ones(3, 3), n=2)",
+    "pinned": "streamlap.empty_pinned(10)",
+    "pool": "streamlap.pool_stats('cpu')",
+    "own_pool": "streamlap.PinnedPool('1MiB').stats()",
+    "no_items": "streamlap.pipelined_run(torch.ones(3, 3), n=0)",
+    "empty_tree": "streamlap.to_cpu([])",
+    "empty_tensor": "streamlap.to_cpu(torch.empty(0)).result()",
+    "timeline": "streamlap.timeline().__enter__()",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_USES)
+def test_a_fork_after_any_use_is_refused(server, name):
+    """Else the child would lack a thread: its callbacks would never run, and no await would end."""
+    code = (
+        "import os, sys\nimport torch, streamlap\n"
+        + CHILD.format(end="os._exit(0)")
+        + f"used = {FIRST_USES[name]}\n"
+        + """
+def body():
+    try:
+        streamlap.to_cpu(torch.ones(3))
+    except streamlap.ForkedProcess:
+        return
+    raise AssertionError("not refused")
+assert in_child(body) == 0
+assert torch.equal(streamlap.to_cpu(torch.ones(3)).result(), torch.ones(3))
+"""
+    )
+    ended = server.run(code)
+    assert (ended.status, ended.err) == (0, ""), ended
+
+
 def test_forks_while_other_threads_are_at_work(server, repeats):
     """Whatever lock a thread holds at that moment: the child is refused, frees, and ends."""
     code = (

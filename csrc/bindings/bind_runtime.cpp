@@ -234,6 +234,7 @@ void bind_runtime(py::module_& module) {
   module.def("cuda_reason", [] { return probe_cuda().reason; });
   module.def("shutdown", &shutdown);
   module.def("on_worker_thread", &on_worker_thread);
+  module.def("mark_started", &process::mark_started);
   module.def("forked", &process::forked);
   module.def("ending", &process::ending);
   module.def("closing", &process::closing);
