@@ -1,6 +1,8 @@
 // One deliberate fault of each kind: a run that does not report the one of its sanitizer proves
 // nothing. A program (faults thread|address|leak|undefined) and a shared library: loaded into
 // Python, it shows that the faults are seen there too, under the same options and suppressions.
+#include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <cstring>
@@ -10,15 +12,19 @@
 namespace {
 
 int g_counter = 0;
+std::atomic<int> g_inside{0};
 
 }  // namespace
 
-// Called by two threads at once; with `threads` it makes them itself.
+// Called by two threads at once. They meet first, without ordering each other: else one might be
+// over before the other starts, and how threads are started orders that. Gives up after 10 s.
 extern "C" __attribute__((visibility("default"))) int fault_count() {
-  for (int i = 0; i < 1000; ++i) {
-    ++g_counter;
-    std::this_thread::yield();
+  g_inside.fetch_add(1, std::memory_order_relaxed);
+  const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (g_inside.load(std::memory_order_relaxed) < 2) {
+    if (std::chrono::steady_clock::now() > late) return 0;
   }
+  for (int i = 0; i < 1000; ++i) ++g_counter;
   return g_counter;
 }
 
