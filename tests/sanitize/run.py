@@ -75,7 +75,7 @@ def options(kind: str, reports: Path) -> dict[str, str]:
     common = f"log_path={reports}/report:exitcode=66"
     supp = f"suppressions={HERE}"
     if kind == "thread":
-        return {"TSAN_OPTIONS": f"{common}:{supp}/tsan.supp:history_size=7"}
+        return {"TSAN_OPTIONS": f"{common}:{supp}/tsan.supp:print_suppressions=0:history_size=7"}
     if kind == "address":
         return {
             "ASAN_OPTIONS": f"{common}:detect_leaks=1:detect_stack_use_after_return=1",
