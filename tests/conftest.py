@@ -52,6 +52,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    repeats = config.getoption("--repeats")
+    if repeats and config.pluginmanager.hasplugin("timeout"):
+        for item in items:  # the limit of one test is for a few repeats
+            if "repeats" in item.fixturenames:
+                item.add_marker(pytest.mark.timeout(max(120, 40 * repeats)))
     if gpu_count() >= 2 or config.getoption("--require-two-gpus"):
         return
     left_out = [item for item in items if item.get_closest_marker("two_gpus")]

@@ -415,7 +415,8 @@ FIRST_USES = {
 def test_a_fork_after_any_use_is_refused(server, name):
     """Else the child would lack a thread: its callbacks would never run, and no await would end."""
     code = (
-        "import os, sys\nimport torch, streamlap\n"
+        "import os, sys, warnings\nimport torch, streamlap\n"
+        "warnings.filterwarnings('ignore', 'This process .* is multi-threaded')\n"
         + CHILD.format(end="os._exit(0)")
         + f"used = {FIRST_USES[name]}\n"
         + """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -153,15 +154,20 @@ class Run:
         return f"C++ {sum(int(passed) for passed, _, _ in counts)} passed"
 
     def python_env(self) -> dict[str, str]:
-        compiler = os.environ.get("CXX", "g++")
+        compiler = shlex.split(os.environ.get("CXX") or "g++")
         libraries = []
         for name in RUNTIMES[self.kind]:
             answer = subprocess.run(
-                [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+                [*compiler, f"-print-file-name={name}"],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             found = Path(answer.stdout.strip())
             if not found.is_absolute():
-                raise FailureError(f"{compiler} has no {name}: install g++'s sanitizers")
+                raise FailureError(
+                    f"{shlex.join(compiler)} has no {name}: install g++'s sanitizers"
+                )
             libraries.append(str(found.resolve()))
         return self.env | {
             "LD_PRELOAD": ":".join(libraries),
