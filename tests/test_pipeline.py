@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import poison, random_bits, random_numbers, same_bits, same_tree
-from helpers.streams import PATIENCE, CopySide, engine_of, eventually, finish_all, stays_false
+from helpers.streams import PATIENCE, CopySide, engine_of, eventually, finish_all, side, stays_false
 
 import streamlap
 from streamlap import parallel_run, pipelined_run, run
@@ -870,6 +870,32 @@ def test_a_copy_that_fails_stops_nothing_else(wait):
             assert isinstance(results.exception(), NotImplementedError)
     x = random_numbers((16, 16))
     assert same_tree(pipelined_run(x, n=5), [x.mm(x)] * 5)
+
+
+def test_a_worker_held_by_a_failing_copy_skips_nobody_s_work():
+    """Others enqueue there at any moment, also before the error could be taken off again."""
+    where = "cpu"
+    worker, ran = side(where, "consumer"), []
+    gate = CopySide(where).hold()
+    transfer = streamlap.to_cpu(uncopyable(None))
+    transfer._hold(worker.native)
+    worker.native.launch(lambda: ran.append(transfer.done()))
+    assert stays_false(lambda: ran)
+    gate.open()
+    worker.sync()
+    assert ran == [True]
+    assert isinstance(transfer.exception(), NotImplementedError)
+
+
+def test_pipelines_beside_failing_ones_all_run():
+    x = random_numbers((16, 16))
+    for number in range(60):
+        with contextlib.suppress(NotImplementedError):
+            depth = 1 + number % 3
+            failing = pipelined_run(torch.ones(2, 2), n=10, fn=uncopyable, depth=depth, wait=False)
+            failing.exception(PATIENCE)
+        good = pipelined_run(x, n=5, fn=lambda y: y.mm(y), wait=False)
+        assert same_tree(good.result(PATIENCE), [x.mm(x)] * 5)
 
 
 def test_a_lane_that_cannot_start_gives_its_error(monkeypatch):
