@@ -887,15 +887,27 @@ def test_a_worker_held_by_a_failing_copy_skips_nobody_s_work():
     assert isinstance(transfer.exception(), NotImplementedError)
 
 
-def test_pipelines_beside_failing_ones_all_run():
-    x = random_numbers((16, 16))
-    for number in range(60):
-        with contextlib.suppress(NotImplementedError):
-            depth = 1 + number % 3
-            failing = pipelined_run(torch.ones(2, 2), n=10, fn=uncopyable, depth=depth, wait=False)
-            failing.exception(PATIENCE)
-        good = pipelined_run(x, n=5, fn=lambda y: y.mm(y), wait=False)
-        assert same_tree(good.result(PATIENCE), [x.mm(x)] * 5)
+def test_what_others_enqueue_while_a_pipeline_waits_for_a_failing_copy_runs(monkeypatch):
+    launched, ran = [], []
+
+    def crowded(name):
+        real = getattr(streamlap.Transfer, name)
+
+        def method(transfer, stream):
+            real(transfer, stream)
+            launched.append(1)
+            stream.launch(lambda: ran.append(1))  # as another thread might at that moment
+
+        return method
+
+    for name in ("wait", "_hold"):
+        monkeypatch.setattr(streamlap.Transfer, name, crowded(name))
+    gate = CopySide("cpu").hold()
+    failing = pipelined_run(torch.ones(2, 2), n=3, fn=uncopyable, depth=1, wait=False)
+    assert eventually(lambda: launched)
+    gate.open()
+    assert isinstance(failing.exception(PATIENCE), NotImplementedError)
+    assert eventually(lambda: len(ran) == len(launched), 5)
 
 
 def test_a_lane_that_cannot_start_gives_its_error(monkeypatch):

@@ -208,7 +208,7 @@ class Run:
             raise FailureError(f"Python took another module: {said}")
         files = [ROOT / "tests" / name for name in FILES]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-m", "not gpu", "-rs", "-o", "timeout=600", *(arguments or files)]
+        command += ["-m", "not gpu", "-rs", "-o", "timeout=300", *(arguments or files)]
         status, said = self.call("python", command, env)
         self.check("python", status, said)
         return "Python " + re.findall(r"^(\d+ passed.*?)(?: in .*)?$", said, re.MULTILINE)[-1]
