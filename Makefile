@@ -4,6 +4,9 @@ PYTHON ?= python3
 STREAMLAP_CUDA ?= AUTO
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SANITIZERS ?=
+MINUTES ?=
+SOAK_ARGS ?=
 export STREAMLAP_CUDA
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -13,13 +16,13 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready-$(shell cksum < requirements-dev.txt | cut -d' ' -f1)
 EDITABLE := $(VENV)/editable
 HOST := build/host
-CPP_FILES = find csrc tests/cpp benches -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+CPP_FILES = find csrc tests/cpp tests/sanitize benches -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CPP_LIST = $(CPP_FILES) 2>/dev/null | sort
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench bench-report bench-binary test gpu build build-host lint types format cpp-test \
-        py-test wheel clean
+.PHONY: help demo bench bench-report bench-binary test sanitize soak gpu build build-host lint types \
+        format cpp-test py-test wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,14 +38,21 @@ bench-report: build ## write docs/performance.md from benches/results
 
 test: lint types build build-host cpp-test py-test ## lint, types, builds with and without CUDA, tests
 
+sanitize: $(READY) ## C++ and host Python tests under the sanitizers (SANITIZERS="thread address")
+	$(PY) tests/sanitize/run.py $(SANITIZERS)
+
+soak: build ## exit, interrupt and thread tests again and again (MINUTES=10, else a hundred rounds)
+	$(PY) tests/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(SOAK_ARGS)
+
 gpu: export STREAMLAP_CUDA := ON
 gpu: export STREAMLAP_REQUIRE_GPU := 1
 gpu: export CMAKE_CUDA_ARCHITECTURES ?= 90
-gpu: ## on a machine with a GPU: build, C++ tests, GPU tests and demo, in the given PYTHON
+gpu: ## on a machine with a GPU: build, C++ and GPU tests, memcheck, demo, in the given PYTHON
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) setup.py -q ctest
 	$(PYTHON) -m pytest tests -m gpu --require-gpu -q $(PYTEST_ARGS)
+	$(PYTHON) tests/gpu_memcheck.py --under
 	$(PYTHON) -m streamlap demo
 
 build: $(READY) ## build the module in place (STREAMLAP_CUDA=AUTO|ON|OFF)

@@ -32,6 +32,24 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-two-gpus", action="store_true", help="fail the tests of two GPUs without two"
     )
+    parser.addoption(
+        "--repeats",
+        type=int,
+        help="how often each exit, fork and interrupt is tried (3 on a CPU, 1 on a GPU)",
+    )
+    parser.addoption(
+        "--seed", type=int, default=0, help="where random data and random delays start (0)"
+    )
+
+
+def pytest_configure(config):
+    repeats = config.getoption("--repeats")
+    if repeats is not None and repeats < 1:
+        raise pytest.UsageError(f"--repeats {repeats}: at least 1, or nothing would be tried")
+    if config.getoption("--seed"):
+        from helpers.data import start_at
+
+        start_at(config.getoption("--seed"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +66,11 @@ def served_by(request):
 
 
 def pytest_collection_modifyitems(config, items):
+    repeats = config.getoption("--repeats")
+    if repeats and config.pluginmanager.hasplugin("timeout"):
+        for item in items:  # the limit of one test is for a few repeats
+            if "repeats" in item.fixturenames:
+                item.add_marker(pytest.mark.timeout(max(120, 40 * repeats)))
     if gpu_count() >= 2 or config.getoption("--require-two-gpus"):
         return
     left_out = [item for item in items if item.get_closest_marker("two_gpus")]
@@ -91,6 +114,22 @@ def pytest_make_collect_report(collector):
 def where(request) -> str:
     """The device under test: the host runtime's, then the first GPU."""
     return request.param
+
+
+@pytest.fixture
+def repeats(request):
+    """How often to try again, given a device: a process that uses CUDA takes seconds to start."""
+
+    def of(device: str = "cpu") -> range:
+        given = request.config.getoption("--repeats")
+        return range(given or (3 if device == "cpu" else 1))
+
+    return of
+
+
+@pytest.fixture
+def seed(request) -> int:
+    return request.config.getoption("--seed")
 
 
 @pytest.fixture

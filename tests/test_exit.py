@@ -6,14 +6,6 @@ import sys
 import pytest
 from helpers.processes import Server, run_fresh
 
-REPEATS = 3
-
-
-def repeats(where):
-    """Three of each on a CPU; with CUDA a process takes seconds to start."""
-    return range(REPEATS if where == "cpu" else 1)
-
-
 PRELUDE = """
 import gc, os, signal, sys, threading, time, warnings
 warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # forks are what is tested
@@ -61,6 +53,18 @@ ENDS = {
         "kept = [streamlap.empty_pinned(1 << 18, torch.uint8, pool) for _ in range(4)]\n"
         "try:\n    streamlap.to_cpu(x, pool=pool)\n"
         "except streamlap.PoolExhausted as error:\n    kept.append(error)",
+        0,
+        None,
+    ),
+    "thread_waits_for_the_pool": (
+        "pool = streamlap.PinnedPool(1 << 20)\n"
+        "half = torch.zeros(1 << 19, dtype=torch.uint8, device=where)\n"
+        "streamlap.to_cpu(half, pool=pool).result()\n"
+        "g = held()\nstreamlap.to_cpu(half, pool=pool), streamlap.to_cpu(half, pool=pool)\n"
+        "asked = threading.Event()\n"
+        "def go():\n    asked.set()\n    streamlap.to_cpu(half, pool=pool)\n"
+        "threading.Thread(target=go, daemon=True).start()\nasked.wait()\ntime.sleep(0.02)\n"
+        "threading.Timer(0.1, lambda: g.open()).start()",
         0,
         None,
     ),
@@ -125,6 +129,23 @@ ENDS = {
         1,
         "ArithmeticError: deliberate",
     ),
+    "error_nobody_asked_for": (
+        "def fn(y):\n    raise ArithmeticError('deliberate')\n"
+        "try:\n    t = streamlap.pipelined_run(x, n=5, fn=fn, wait=False)\n"
+        "except ArithmeticError: pass",  # at once, where the calling thread computes
+        0,
+        None,
+    ),
+    "error_at_the_very_end": (
+        "inside = threading.Event()\n"
+        "def fn(y):\n    inside.set()\n    time.sleep(0.1)\n    raise ArithmeticError\n"
+        "def go():\n"
+        "    try:\n        streamlap.pipelined_run(x, n=5, fn=fn)\n"
+        "    except ArithmeticError:\n        pass\n"
+        "threading.Thread(target=go, daemon=True).start()\ninside.wait()",
+        0,
+        None,
+    ),
     "sys_exit": ("t = streamlap.to_cpu(big)\nsys.exit(3)", 3, None),
     "sys_exit_in_fn": (
         "def fn(y):\n    sys.exit(3)\nstreamlap.pipelined_run(x, n=5, fn=fn)",
@@ -185,7 +206,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_it_ends_as_asked(server, where, name):
+def test_it_ends_as_asked(server, where, name, repeats):
     code, status, text = ENDS[name]
     for _ in repeats(where):
         ended = server.run(script(where, code))
@@ -216,7 +237,7 @@ INTERRUPTED = {
 
 
 @pytest.mark.parametrize("name", INTERRUPTED)
-def test_an_interrupt_arrives_promptly_and_all_goes_on(server, where, name):
+def test_an_interrupt_arrives_promptly_and_all_goes_on(server, where, name, repeats):
     """KeyboardInterrupt within a second; then the same process works as before."""
     code = f"""
 def slow(y):
@@ -279,7 +300,7 @@ def in_child(body):
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
-def test_a_fork_after_use_is_refused_in_the_child_at_once(server, end):
+def test_a_fork_after_use_is_refused_in_the_child_at_once(server, end, repeats):
     """On the CPU; with CUDA initialised torch itself refuses a forked child."""
     code = (
         CHILD.format(end=end)
@@ -319,7 +340,7 @@ assert torch.equal(kept, big)
 assert torch.equal(streamlap.pipelined_run(x, n=2)[1], x.mm(x))
 """
     )
-    for _ in range(REPEATS):
+    for _ in repeats():
         ended = server.run(script("cpu", code), timeout=20)
         assert (ended.status, ended.err) == (0, ""), ended
 
@@ -361,7 +382,7 @@ assert len(list(generator)) == 19
     assert (ended.status, ended.err) == (0, ""), ended
 
 
-def test_a_fork_before_use_works_in_both(server):
+def test_a_fork_before_use_works_in_both(server, repeats):
     code = """
 import os, sys
 import torch, streamlap
@@ -373,8 +394,94 @@ if pid:
     _, status = os.waitpid(pid, 0)
     sys.exit(os.waitstatus_to_exitcode(status))
 """
-    for _ in range(REPEATS):
+    for _ in repeats():
         ended = server.run(code)
+        assert (ended.status, ended.err) == (0, ""), ended
+
+
+FIRST_USES = {
+    "run": "streamlap.run(torch.ones(3, 3), n=2)",
+    "pinned": "streamlap.empty_pinned(10)",
+    "pool": "streamlap.pool_stats('cpu')",
+    "own_pool": "streamlap.PinnedPool('1MiB').stats()",
+    "no_items": "streamlap.pipelined_run(torch.ones(3, 3), n=0)",
+    "empty_tree": "streamlap.to_cpu([])",
+    "empty_tensor": "streamlap.to_cpu(torch.empty(0)).result()",
+    "timeline": "streamlap.timeline().__enter__()",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_USES)
+def test_a_fork_after_any_use_is_refused(server, name):
+    """Else the child would lack a thread: its callbacks would never run, and no await would end."""
+    code = (
+        "import os, sys, warnings\nimport torch, streamlap\n"
+        "warnings.filterwarnings('ignore', 'This process .* is multi-threaded')\n"
+        + CHILD.format(end="os._exit(0)")
+        + f"used = {FIRST_USES[name]}\n"
+        + """
+def body():
+    try:
+        streamlap.to_cpu(torch.ones(3))
+    except streamlap.ForkedProcess:
+        return
+    raise AssertionError("not refused")
+assert in_child(body) == 0
+assert torch.equal(streamlap.to_cpu(torch.ones(3)).result(), torch.ones(3))
+"""
+    )
+    ended = server.run(code)
+    assert (ended.status, ended.err) == (0, ""), ended
+
+
+def test_forks_while_other_threads_are_at_work(server, repeats):
+    """Whatever lock a thread holds at that moment: the child is refused, frees, and ends."""
+    code = (
+        CHILD.format(end="sys.exit(0)")
+        + """
+stop = threading.Event()
+shared = streamlap.PinnedPool("64MiB")
+def go(number):
+    while not stop.is_set():
+        kept = streamlap.to_cpu([x, big], pool=shared)
+        kept.add_done_callback(lambda t: None)
+        streamlap.to_cpu(x)
+        streamlap.pipelined_run(x, n=3)
+        for y in streamlap.pipelined_map(lambda y: y.mm(y), [x] * 3):
+            streamlap.pool_stats(where)
+threads = [threading.Thread(target=go, args=(number,)) for number in range(4)]
+for thread in threads:
+    thread.start()
+mine = streamlap.empty_pinned(1000, pool=shared)
+flying = streamlap.to_cpu(big)
+def body():
+    global mine, flying
+    for call in (
+        lambda: streamlap.to_cpu(x),
+        lambda: streamlap.pipelined_run(x, n=2),
+        lambda: streamlap.empty_pinned(10, pool=shared),
+        lambda: shared.stats(),
+        lambda: shared.trim(),
+        lambda: streamlap.synchronize(),
+    ):
+        try:
+            call()
+        except streamlap.ForkedProcess:
+            continue
+        raise AssertionError(call)
+    mine = flying = None
+    gc.collect()
+for _ in range(10):
+    status = in_child(body)
+    assert status == 0, status
+stop.set()
+for thread in threads:
+    thread.join()
+assert torch.equal(flying.result(), big)
+"""
+    )
+    for _ in repeats():
+        ended = server.run(script("cpu", code), timeout=60)
         assert (ended.status, ended.err) == (0, ""), ended
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import poison, random_bits, random_numbers, same_bits, same_tree
-from helpers.streams import PATIENCE, CopySide, engine_of, eventually, finish_all, stays_false
+from helpers.streams import PATIENCE, CopySide, engine_of, eventually, finish_all, side, stays_false
 
 import streamlap
 from streamlap import parallel_run, pipelined_run, run
@@ -870,6 +870,44 @@ def test_a_copy_that_fails_stops_nothing_else(wait):
             assert isinstance(results.exception(), NotImplementedError)
     x = random_numbers((16, 16))
     assert same_tree(pipelined_run(x, n=5), [x.mm(x)] * 5)
+
+
+def test_a_worker_held_by_a_failing_copy_skips_nobody_s_work():
+    """Others enqueue there at any moment, also before the error could be taken off again."""
+    where = "cpu"
+    worker, ran = side(where, "consumer"), []
+    gate = CopySide(where).hold()
+    transfer = streamlap.to_cpu(uncopyable(None))
+    transfer._hold(worker.native)
+    worker.native.launch(lambda: ran.append(transfer.done()))
+    assert stays_false(lambda: ran)
+    gate.open()
+    worker.sync()
+    assert ran == [True]
+    assert isinstance(transfer.exception(), NotImplementedError)
+
+
+def test_what_others_enqueue_while_a_pipeline_waits_for_a_failing_copy_runs(monkeypatch):
+    launched, ran = [], []
+
+    def crowded(name):
+        real = getattr(streamlap.Transfer, name)
+
+        def method(transfer, stream):
+            real(transfer, stream)
+            launched.append(1)
+            stream.launch(lambda: ran.append(1))  # as another thread might at that moment
+
+        return method
+
+    for name in ("wait", "_hold"):
+        monkeypatch.setattr(streamlap.Transfer, name, crowded(name))
+    gate = CopySide("cpu").hold()
+    failing = pipelined_run(torch.ones(2, 2), n=3, fn=uncopyable, depth=1, wait=False)
+    assert eventually(lambda: launched)
+    gate.open()
+    assert isinstance(failing.exception(PATIENCE), NotImplementedError)
+    assert eventually(lambda: len(ran) == len(launched), 5)
 
 
 def test_a_lane_that_cannot_start_gives_its_error(monkeypatch):

@@ -5,10 +5,11 @@
 
 namespace streamlap::process {
 
-// Called by every runtime when it starts a thread or touches a driver.
+// Called before a thread is started (ours of Python's, too), a driver is touched, or a pool is
+// made, whose lock another thread may hold at the moment of a fork.
 void mark_started();
 
-// True in a child forked after mark_started(): threads and driver state did not come along.
+// True in a child forked after mark_started(): threads, locks and driver state did not come along.
 bool forked() noexcept;
 
 // Set by the exit handler when it begins: nothing new should be started.

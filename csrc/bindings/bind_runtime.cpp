@@ -1,7 +1,10 @@
 // Runtimes, streams, events and gates.
 #include <pybind11/stl.h>
 
+#include <atomic>
+#include <mutex>
 #include <thread>
+#include <vector>
 
 #include "base/process.h"
 #include "bindings/types.h"
@@ -28,17 +31,19 @@ std::shared_ptr<Runtime>& host_runtime_slot() {
   return *runtime;
 }
 
-std::shared_ptr<Runtime>& cuda_runtime_slot() {
-  static auto* runtime = new std::shared_ptr<Runtime>();
-  return *runtime;
-}
+// What the exit handler finds of CUDA, without waiting for a thread that is just starting it.
+std::atomic<Runtime*> g_cuda_runtime{nullptr};
 
 std::shared_ptr<Runtime> cuda_runtime() {
   static std::mutex mutex;
+  static auto* runtime = new std::shared_ptr<Runtime>();
   GilRelease released;
   std::lock_guard lock(mutex);
-  if (!cuda_runtime_slot()) cuda_runtime_slot() = make_cuda_runtime();
-  return cuda_runtime_slot();
+  if (!*runtime) {
+    *runtime = make_cuda_runtime();
+    g_cuda_runtime = runtime->get();
+  }
+  return *runtime;
 }
 
 void sync_stream(const PyStream& stream) {
@@ -77,12 +82,13 @@ bool shutdown(double timeout) {
   bool idle = false;
   process::mark_ending();
   if (!process::forked()) {
-    std::vector<std::shared_ptr<Runtime>> runtimes{host_runtime_slot(), cuda_runtime_slot()};
+    std::vector<Runtime*> runtimes{host_runtime_slot().get()};
+    if (Runtime* cuda = g_cuda_runtime) runtimes.push_back(cuda);
     GilRelease released;
     const double deadline = steady_seconds() + timeout;
     do {
       idle = true;
-      for (const auto& runtime : runtimes) idle = idle && (!runtime || runtime->idle());
+      for (Runtime* runtime : runtimes) idle = idle && runtime->idle();
       if (!idle) std::this_thread::sleep_for(std::chrono::microseconds(200));
     } while (!idle && steady_seconds() < deadline);
   }
@@ -237,6 +243,7 @@ void bind_runtime(py::module_& module) {
   module.def("cuda_reason", [] { return probe_cuda().reason; });
   module.def("shutdown", &shutdown);
   module.def("on_worker_thread", &on_worker_thread);
+  module.def("mark_started", &process::mark_started);
   module.def("forked", &process::forked);
   module.def("ending", &process::ending);
   module.def("closing", &process::closing);

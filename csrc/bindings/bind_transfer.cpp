@@ -137,6 +137,24 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
   transfer->stream_wait(stream.ref);
 }
 
+// Later work of `stream`, which runs callables, starts after the end of the transfer, failed or
+// not. A stream's own wait would take the error over, and until it is reset, what other threads
+// enqueue there meanwhile would be skipped.
+void hold_stream(const PyTransfer& self, const PyStream& stream) {
+  auto transfer = self.get();
+  GilRelease released;
+  stream.runtime->launch(
+      [transfer] {
+        try {
+          while (!transfer->sync_for(std::chrono::seconds(1))) {
+          }
+        } catch (...) {
+          // Whoever asks for the transfer is told.
+        }
+      },
+      stream.ref);
+}
+
 // Until everything of the transfer is done. An error of the work is thrown.
 void sync_marks(const TransferMarks& marks) {
   for (const EventPtr& event : {marks.issued, marks.end}) {
@@ -219,6 +237,7 @@ void bind_transfer(py::module_& module) {
            })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
       .def("wait_on_stream", &wait_on_stream)
+      .def("hold_stream", &hold_stream)
       .def("elapsed_from",
            [](const PyTransfer& self, const PyTransfer& first) {
              return self.get()->elapsed_from(*first.get());

@@ -47,6 +47,7 @@ void PinnedBlock::record_use(StreamRef stream) {
 PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
     : runtime_(std::move(runtime)) {
   set_limit(limit);
+  process::mark_started();
 }
 
 PinnedPool::~PinnedPool() {

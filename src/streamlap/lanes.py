@@ -316,6 +316,4 @@ class HostLane(Lane):
         """Let the worker wait until the copy of the item ``depth`` before is done."""
         earlier = self.slots[index - self._job.depth].transfer if index >= self._job.depth else None
         if earlier is not None:
-            with contextlib.suppress(Exception):  # whoever asks for that item is told
-                earlier.wait(self._compute)
-            self._compute.reset_error()
+            earlier._hold(self._compute)

@@ -293,6 +293,12 @@ class Transfer:
             self._call(part.native.wait_on_stream, stream)
             observe.stream_waits(stream, part.place, part.native)
 
+    def _hold(self, stream: _native.Stream) -> None:
+        """Let a worker's later work start after the end of the copy, failed or not."""
+        for part in self._parts:
+            part.native.hold_stream(stream)
+            observe.stream_waits(stream, part.place, part.native)
+
     def _waiting(self, part: Part) -> contextlib.AbstractContextManager[Any]:
         return observe.waiting(lambda: observe.lane_of(part.place, self._to_device, part.path))
 

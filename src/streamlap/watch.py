@@ -48,6 +48,9 @@ def require_alive() -> None:
 
 def _start() -> None:
     global _thread
+    # Before the lock is taken: a child forked from here on has no such thread, and must not wait
+    # for the lock either.
+    _native.mark_started()
     with _lock:
         if _thread is None:
             thread = threading.Thread(target=_run, name="streamlap-callbacks", daemon=True)

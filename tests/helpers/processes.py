@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER = r"""
-import json, os, sys
+import json, os, signal, sys
 import torch, streamlap
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell put us behind
 
 def serve():
     for line in sys.stdin:
@@ -64,8 +66,17 @@ class Server:
             )
         return self._process
 
-    def run(self, code: str, timeout: float = 30.0, interrupt_at: str | None = None) -> Ended:
-        """Run ``code``; send SIGINT once it has printed ``interrupt_at``."""
+    def run(
+        self,
+        code: str,
+        timeout: float = 30.0,
+        interrupt_at: str | None = None,
+        interrupt_after: float = 0.0,
+    ) -> Ended:
+        """Run ``code``; send SIGINT these seconds after it has printed ``interrupt_at``.
+
+        The seconds of the answer are those since the signal, if one was sent.
+        """
         import json
 
         process = self._start()
@@ -76,13 +87,20 @@ class Server:
             print(json.dumps(job), file=process.stdin, flush=True)
             child = int(process.stdout.readline())
             begin = time.monotonic()
-            status = None
+            status = strike = None
             while time.monotonic() < begin + timeout:
                 if interrupt_at is not None and interrupt_at in out.read_text():
-                    os.kill(child, signal.SIGINT)
+                    strike = time.monotonic() + interrupt_after
                     interrupt_at = None
-                    begin = time.monotonic()
-                if select.select([process.stdout], [], [], 0.005)[0]:
+                pause = 0.005
+                if strike is not None:
+                    pause = min(pause, max(0.0, strike - time.monotonic()))
+                    if pause == 0.0:
+                        with contextlib.suppress(ProcessLookupError):  # it has just ended
+                            os.kill(child, signal.SIGINT)
+                        strike = None
+                        begin = time.monotonic()
+                if select.select([process.stdout], [], [], pause)[0]:
                     status = int(process.stdout.readline())
                     break
             seconds = time.monotonic() - begin
