@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "check/checked_runtime.h"
 #include "proxy_runtime.h"
 #include "sim/runtime_sim.h"
 
@@ -55,12 +56,17 @@ class ReusedStreams final : public ProxyRuntime {
   std::map<std::tuple<int, StreamKind, bool>, Made> made_;
 };
 
-inline std::shared_ptr<Runtime> host_backend() { return make_host_runtime(); }
+// With the order checker in between, which must find nothing in any of the programs.
+inline std::shared_ptr<Runtime> checked(std::shared_ptr<Runtime> runtime) {
+  return std::make_shared<order::CheckedRuntime>(std::move(runtime));
+}
+
+inline std::shared_ptr<Runtime> host_backend() { return checked(make_host_runtime()); }
 
 inline std::shared_ptr<Runtime> cuda_backend() {
   CudaProbe probe = probe_cuda();
   if (probe.devices == 0) SKIP(probe.reason);
-  static auto shared = std::make_shared<ReusedStreams>(make_cuda_runtime());
+  static auto shared = std::make_shared<ReusedStreams>(checked(make_cuda_runtime()));
   shared->next_program();
   return shared;
 }
@@ -78,7 +84,7 @@ inline std::shared_ptr<Runtime> sim_backend(const std::string& schedule, bool de
   options.device_rules = device_rules;
   options.cost.per_copy = 2e-6;
   options.cost.to_host = options.cost.to_device = 55e9;
-  return std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule));
+  return checked(std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule)));
 }
 
 // Bytes that everybody can reach; freed with the last reference.
@@ -135,6 +141,9 @@ struct Lab {
   }
 
   bool cuda() const { return runtime->uses_device_memory(); }
+  // A thread that is started comes after what its starter did; no call of the seam says so.
+  void hand_over() { runtime->lock_released(this); }
+  void take_over() { runtime->lock_acquired(this); }
   StreamRef stream(StreamKind kind) {
     streams.push_back(runtime->stream_create(0, kind));
     return streams.back();
