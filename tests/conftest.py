@@ -37,12 +37,12 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def served_by(request):
     """With --sim SCHEDULE, a simulation of its own serves each test's CPU tensors."""
+    import streamlap
+
     schedule = request.config.getoption("--sim")
     if schedule is None:
         yield None
         return
-    import streamlap
-
     with streamlap.use_runtime("sim", schedule=schedule) as simulation:
         yield simulation
 
