@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -56,9 +57,35 @@ class ReusedStreams final : public ProxyRuntime {
   std::map<std::tuple<int, StreamKind, bool>, Made> made_;
 };
 
+// A mutant: the calls at one site are left out. See tests/mutants.py.
+class WithoutSite final : public ProxyRuntime {
+ public:
+  WithoutSite(std::shared_ptr<Runtime> inner, std::string site)
+      : ProxyRuntime(std::move(inner)), site_(std::move(site)) {}
+
+  void stream_sync(StreamRef stream, Site site) override {
+    if (site.name != site_) ProxyRuntime::stream_sync(stream, site);
+  }
+  void stream_wait(StreamRef stream, const Event& event, Site site) override {
+    if (site.name != site_) ProxyRuntime::stream_wait(stream, event, site);
+  }
+  void event_record(Event& event, StreamRef stream, Site site) override {
+    if (site.name != site_) ProxyRuntime::event_record(event, stream, site);
+  }
+  bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override {
+    return site.name == site_ || ProxyRuntime::event_sync_for(event, timeout, site);
+  }
+
+ private:
+  const std::string site_;
+};
+
 // With the order checker in between, which must find nothing in any of the programs.
 inline std::shared_ptr<Runtime> checked(std::shared_ptr<Runtime> runtime) {
-  return std::make_shared<order::CheckedRuntime>(std::move(runtime));
+  auto made = std::make_shared<order::CheckedRuntime>(std::move(runtime));
+  const char* site = std::getenv("STREAMLAP_WITHOUT_SITE");
+  if (site == nullptr) return made;
+  return std::make_shared<WithoutSite>(std::move(made), site);
 }
 
 inline std::shared_ptr<Runtime> host_backend() { return checked(make_host_runtime()); }
@@ -138,6 +165,10 @@ struct Lab {
   // Nothing that a program owns may die under work that is still going on, whatever went wrong.
   ~Lab() {
     for (StreamRef stream : streams) settle(stream);
+    try {
+      runtime->device_sync(0);  // streams that others made
+    } catch (...) {
+    }
   }
 
   bool cuda() const { return runtime->uses_device_memory(); }
