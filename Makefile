@@ -80,9 +80,10 @@ format: $(READY) ## rewrite the sources in the project's format
 	$(PY) -m ruff format .
 	$(CPP_LIST) | xargs -r $(VENV)/bin/clang-format -i
 
-cpp-test: $(READY) ## C++ tests, with CUDA as asked and without
+cpp-test: $(READY) ## C++ tests, with CUDA as asked and without, and the mutation gate
 	$(PY) setup.py -q ctest
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q ctest
+	$(PY) tests/mutants.py
 
 py-test: build build-host ## Python tests, and that the module without CUDA loads
 	PYTHONPATH=$(HOST) $(PY) -c 'from streamlap import _native as n; assert "$(HOST)" in n.__file__ and n.cuda_reason()'

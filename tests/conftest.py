@@ -55,12 +55,12 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def served_by(request):
     """With --sim SCHEDULE, a simulation of its own serves each test's CPU tensors."""
+    import streamlap
+
     schedule = request.config.getoption("--sim")
     if schedule is None:
         yield None
         return
-    import streamlap
-
     with streamlap.use_runtime("sim", schedule=schedule) as simulation:
         yield simulation
 

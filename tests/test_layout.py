@@ -13,8 +13,9 @@ MAY_KNOW = {
     "host": {"runtime", "base"},
     "cuda": {"runtime", "base"},
     "sim": {"runtime", "base"},
+    "check": {"runtime", "base"},
     "transfer": {"runtime", "base"},
-    "bindings": {"transfer", "sim", "runtime", "base"},
+    "bindings": {"transfer", "check", "sim", "runtime", "base"},
 }
 # Headers from outside, and the one folder that may include them (None: no folder may).
 CUDA = r"cuda|cublas|cub/|thrust/|nvtx|cooperative_groups|driver_types\.h|vector_types\.h"

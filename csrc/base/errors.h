@@ -15,6 +15,7 @@ enum class ErrorKind {
   sticky,            // the device's context is lost: the process must restart
   forked,            // used in a child of the process that started the library
   capture,           // not possible while a CUDA graph is being captured
+  order,             // two accesses to the same memory are not ordered (the checker's)
 };
 
 class Error : public std::runtime_error {

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "base/process.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
+#include "check/checked_runtime.h"
 #include "runtime/worker.h"
 
 namespace streamlap::bindings {
@@ -24,10 +26,20 @@ StreamKind kind_from_name(const std::string& name) {
               "unknown kind of stream '" + name + "': compute, copy or host");
 }
 
+bool check_asked() {
+  const char* value = std::getenv("STREAMLAP_CHECK");
+  return value != nullptr && *value != 0 && std::string(value) != "0";
+}
+
+std::shared_ptr<Runtime> checked_if_asked(std::shared_ptr<Runtime> runtime) {
+  if (!check_asked()) return runtime;
+  return std::make_shared<order::CheckedRuntime>(std::move(runtime));
+}
+
 // Runtimes live to the end of the process: workers and driver handles must not be torn down by
 // static destruction.
 std::shared_ptr<Runtime>& host_runtime_slot() {
-  static auto* runtime = new std::shared_ptr<Runtime>(make_host_runtime());
+  static auto* runtime = new std::shared_ptr<Runtime>(checked_if_asked(make_host_runtime()));
   return *runtime;
 }
 
@@ -40,7 +52,7 @@ std::shared_ptr<Runtime> cuda_runtime() {
   GilRelease released;
   std::lock_guard lock(mutex);
   if (!*runtime) {
-    *runtime = make_cuda_runtime();
+    *runtime = checked_if_asked(make_cuda_runtime());
     g_cuda_runtime = runtime->get();
   }
   return *runtime;
@@ -235,8 +247,34 @@ void bind_runtime(py::module_& module) {
              GilRelease released;
              return self.idle();
            })
-      .def("now", &Runtime::now);
+      .def("now", &Runtime::now)
+      .def_property_readonly(
+          "checked",
+          [](Runtime& self) { return dynamic_cast<order::CheckedRuntime*>(&self) != nullptr; })
+      .def("accesses",
+           [](Runtime& self) {
+             auto* checked = dynamic_cast<order::CheckedRuntime*>(&self);
+             return checked == nullptr ? 0 : checked->checker().accesses();
+           })
+      .def(
+          "declare",
+          [](Runtime& self, const PyStream& stream, std::uintptr_t pointer, std::size_t bytes,
+             bool writes) {
+            self.declare(stream.ref, reinterpret_cast<const void*>(pointer), bytes, writes);
+          },
+          py::arg("stream"), py::arg("pointer"), py::arg("nbytes"), py::arg("writes"))
+      .def(
+          "host_reads",
+          [](Runtime& self, std::uintptr_t pointer, std::size_t bytes) {
+            self.host_reads(reinterpret_cast<const void*>(pointer), bytes);
+          },
+          py::arg("pointer"), py::arg("nbytes"));
 
+  // One that is checked is its own; what it wraps is used by nobody else.
+  module.def("checked", [](const std::shared_ptr<Runtime>& runtime) {
+    return std::static_pointer_cast<Runtime>(std::make_shared<order::CheckedRuntime>(runtime));
+  });
+  module.def("new_host_runtime", &make_host_runtime);
   module.def("host_runtime", [] { return host_runtime_slot(); });
   module.def("cuda_runtime", &cuda_runtime);
   module.def("cuda_probe", &probe);

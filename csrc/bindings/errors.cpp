@@ -20,6 +20,8 @@ const char* class_name(ErrorKind kind) {
       return "ForkedProcess";
     case ErrorKind::capture:
       return "CaptureError";
+    case ErrorKind::order:
+      return "OrderError";
     case ErrorKind::runtime:
       break;
   }

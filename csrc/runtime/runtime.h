@@ -131,6 +131,19 @@ class Runtime {
   // Runs a callable in order with the stream's work. CUDA: on streams of kind host only.
   virtual void launch(std::function<void()> task, StreamRef stream) = 0;
 
+  // What a checker is told beside the calls above; nothing by default.
+  // Pool memory is handed to somebody new: everybody before must be done with it.
+  virtual void taken(void* /*pointer*/, std::size_t /*bytes*/) {}
+  // The calling thread may read from now on.
+  virtual void host_reads(const void* /*pointer*/, std::size_t /*bytes*/) {}
+  // Work that others have enqueued on a stream reads or writes memory.
+  virtual void declare(StreamRef /*stream*/, const void* /*pointer*/, std::size_t /*bytes*/,
+                       bool /*writes*/) {}
+  // Whoever takes a lock knows what those knew who had it before. Anything that orders threads is a
+  // lock in this sense.
+  virtual void lock_acquired(const void* /*lock*/) noexcept {}
+  virtual void lock_released(const void* /*lock*/) noexcept {}
+
   virtual std::unique_ptr<Gate> gate(StreamRef stream) = 0;
   // An event at the end of what each busy worker of the device has been given. In a worker's own
   // task: of the workers that do not compute, since one that waited for another could wait for

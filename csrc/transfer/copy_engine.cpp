@@ -74,6 +74,11 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     transfer->empty_ = true;
     return transfer;
   }
+  if (request.direction == Direction::to_host && !request.finish) {
+    for (const CopyItem& item : request.items) {
+      if (!item.body) transfer->results_.emplace_back(item.dst, item.bytes);
+    }
+  }
   Lane& lane = this->lane(request.device, request.direction);
   const int device = request.device;
   if (request.timed) transfer->begin_ = runtime_->event_create(device, true);

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "base/process.h"
+#include "runtime/order_lock.h"
 
 namespace streamlap {
 namespace {
@@ -69,18 +70,18 @@ std::size_t PinnedPool::size_class(std::size_t bytes) {
 }
 
 std::size_t PinnedPool::limit() const {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   return stats_.limit;
 }
 
 bool PinnedPool::has_room(std::size_t bytes, std::size_t count) const {
   const std::size_t capacity = size_class(bytes);
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   return stats_.live <= stats_.limit && count <= (stats_.limit - stats_.live) / capacity;
 }
 
 std::size_t PinnedPool::live() const {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   return stats_.live;
 }
 
@@ -90,7 +91,7 @@ void PinnedPool::set_limit(std::size_t limit) {
                                                  " bytes is below the smallest block (" +
                                                  std::to_string(smallest_block) + ")");
   }
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   stats_.limit = limit;
 }
 
@@ -151,7 +152,7 @@ void PinnedPool::give_to_system(const Freed& freed) noexcept {
     runtime_->free_pinned(data, capacity);
     bytes += capacity;
   }
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   stats_.reserved -= bytes;
   leaving_ -= bytes;
 }
@@ -165,14 +166,22 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   LiveBlocks entry;
   entry.emplace(nullptr, block.get());
   Freed freed;
+  bool reused = false;
   {
-    std::lock_guard lock(mutex_);
+    OrderLock lock(*runtime_, mutex_);
     if (std::byte* data = take_ready(capacity)) {
       stats_.live += capacity;
       ++stats_.hits;
       hand_out(*block, data, entry);
-      return block;
+      reused = true;
     }
+  }
+  if (reused) {
+    runtime_->taken(block->data_, capacity);
+    return block;
+  }
+  {
+    OrderLock lock(*runtime_, mutex_);
     collect_finished();
     const std::size_t held = stats_.live;
     if (capacity > stats_.limit || held > stats_.limit - capacity) {
@@ -208,12 +217,12 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   try {
     data = reserve(capacity);
   } catch (...) {
-    std::lock_guard lock(mutex_);
+    OrderLock lock(*runtime_, mutex_);
     stats_.reserved -= capacity;
     stats_.live -= capacity;
     throw;
   }
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
   block->fresh_ = true;
   hand_out(*block, data, entry);
@@ -239,7 +248,7 @@ void PinnedPool::hand_out(PinnedBlock& block, std::byte* data, LiveBlocks& entry
 }
 
 void PinnedPool::take_back(PinnedBlock& block) noexcept {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   live_.erase(block.data_);
   if (block.condemned_) return;  // held for ever: nobody waits for it to come home
   try {
@@ -254,7 +263,7 @@ void PinnedPool::take_back(PinnedBlock& block) noexcept {
 }
 
 PoolStats PinnedPool::stats() {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   collect_finished();
   PoolStats now = stats_;
   now.reserved -= leaving_;
@@ -265,7 +274,7 @@ std::size_t PinnedPool::trim() {
   process::require_usable();
   Freed freed;
   {
-    std::lock_guard lock(mutex_);
+    OrderLock lock(*runtime_, mutex_);
     collect_finished();
     uncache(stats_.cached, freed);
   }
@@ -276,7 +285,7 @@ std::size_t PinnedPool::trim() {
 }
 
 bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_);
   const auto* address = static_cast<const std::byte*>(pointer);
   auto next = live_.upper_bound(address);
   if (next == live_.begin()) return false;

@@ -20,18 +20,32 @@ bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
   return !issued_ || runtime_->event_sync_for(*issued_, timeout, site_issued);
 }
 
-bool Transfer::done() {
-  if (done_.load(std::memory_order_acquire)) return true;
-  if (!issued() || (!empty_ && !runtime_->event_query(*end_))) return false;
+// Who is told that it is done knows what those knew who saw it.
+bool Transfer::known_done() const {
+  if (!done_.load(std::memory_order_acquire)) return false;
+  runtime_->lock_acquired(&done_);
+  return true;
+}
+
+void Transfer::note_done() {
+  runtime_->lock_released(&done_);
   done_.store(true, std::memory_order_release);
+}
+
+bool Transfer::done() {
+  if (known_done()) return true;
+  if (!issued() || (!empty_ && !runtime_->event_query(*end_))) return false;
+  note_done();
   return true;
 }
 
 bool Transfer::sync_for(std::chrono::nanoseconds timeout) {
-  if (done_.load(std::memory_order_acquire)) return true;
-  if (!issued_for(timeout)) return false;
-  if (!empty_ && !runtime_->event_sync_for(*end_, timeout, site_done)) return false;
-  done_.store(true, std::memory_order_release);
+  if (!known_done()) {
+    if (!issued_for(timeout)) return false;
+    if (!empty_ && !runtime_->event_sync_for(*end_, timeout, site_done)) return false;
+    note_done();
+  }
+  for (auto [data, bytes] : results_) runtime_->host_reads(data, bytes);
   return true;
 }
 
@@ -41,21 +55,21 @@ const Event& Transfer::leaf_event(std::size_t leaf) const {
 }
 
 bool Transfer::leaf_done(std::size_t leaf) {
-  if (done_.load(std::memory_order_acquire)) return true;
+  if (known_done()) return true;
   if (!issued()) return false;
   if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
   return runtime_->event_query(leaf_event(leaf));
 }
 
 bool Transfer::leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout) {
-  if (done_.load(std::memory_order_acquire)) return true;
+  if (known_done()) return true;
   if (!issued_for(timeout)) return false;
   if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
   return runtime_->event_sync_for(leaf_event(leaf), timeout, site_leaf);
 }
 
 bool Transfer::chunk_sync_for(std::size_t chunk, std::chrono::nanoseconds timeout) {
-  if (done_.load(std::memory_order_acquire)) return true;
+  if (known_done()) return true;
   if (!issued_for(timeout)) return false;
   const Event& event = whole_only_ ? *end_ : *marks_[plan_.chunks.at(chunk).mark];
   return runtime_->event_sync_for(event, timeout, site_chunk);

@@ -77,11 +77,14 @@ class Transfer {
   friend class CopyEngine;
 
   const Event& leaf_event(std::size_t leaf) const;
+  bool known_done() const;
+  void note_done();
 
   std::shared_ptr<Runtime> runtime_;
   ChunkPlan plan_;
-  EventPtr issued_;              // null: issued by the caller's thread
-  std::vector<EventPtr> ready_;  // of the producers; empty: not traced
+  EventPtr issued_;                                           // null: issued by the caller's thread
+  std::vector<std::pair<const void*, std::size_t>> results_;  // in host memory, for a checker
+  std::vector<EventPtr> ready_;                               // of the producers; empty: not traced
   EventPtr begin_;               // before the first copy; null: not timed
   std::vector<EventPtr> marks_;  // as the plan says; the last is also copied_
   EventPtr copied_;              // after the last copy

@@ -3,7 +3,7 @@
 from streamlap._version import __version__
 from streamlap.benchmark import Benchmark
 from streamlap.copies import copy_to_cpu, to_cpu, to_device
-from streamlap.devices import Device, devices, synchronize, use_runtime
+from streamlap.devices import Device, checking, devices, synchronize, use_runtime
 from streamlap.errors import (
     CaptureError,
     DeviceError,
@@ -11,6 +11,7 @@ from streamlap.errors import (
     ForkedProcess,
     InvalidArgument,
     InvalidType,
+    OrderError,
     OutOfMemory,
     PoolExhausted,
     SourceModified,
@@ -33,6 +34,7 @@ __all__ = [
     "ForkedProcess",
     "InvalidArgument",
     "InvalidType",
+    "OrderError",
     "OutOfMemory",
     "PinnedPool",
     "PoolExhausted",
@@ -44,6 +46,7 @@ __all__ = [
     "TransferTimeout",
     "UnsupportedTensor",
     "__version__",
+    "checking",
     "copy_to_cpu",
     "devices",
     "empty_pinned",

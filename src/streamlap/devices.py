@@ -30,7 +30,7 @@ from streamlap.errors import (
 from streamlap.sizes import memory_total
 
 if TYPE_CHECKING:
-    from streamlap.simulation import Simulation
+    from streamlap.simulation import Checked, Simulation
 
 StreamLike = Any
 """A stream of torch, CuPy or numba, anything with ``__cuda_stream__``, a raw handle as an int, or
@@ -54,7 +54,7 @@ class Place:
     __slots__ = ("engine", "index", "is_cuda", "runtime", "simulation")
 
     def __init__(
-        self, runtime: _native.Runtime, index: int, simulation: Simulation | None = None
+        self, runtime: _native.Runtime, index: int, simulation: Simulation | Checked | None = None
     ) -> None:
         self.runtime = runtime
         self.simulation = simulation
@@ -67,10 +67,10 @@ class Place:
 
 
 # What serves CPU tensors in this context; None: worker threads.
-simulation: contextvars.ContextVar[Simulation | None] = contextvars.ContextVar(
+simulation: contextvars.ContextVar[Simulation | Checked | None] = contextvars.ContextVar(
     "simulation", default=None
 )
-simulations: list[Simulation] = []
+simulations: list[Simulation | Checked] = []
 """Those that serve in any context: a thread that waits for an item lets them move."""
 
 
@@ -87,13 +87,25 @@ def _host_place(index: int) -> Place:
     return Place(host_runtime(), index)
 
 
-@functools.cache
 def cuda_place(index: int) -> Place:
     """Return a GPU; raise DeviceError or InvalidArgument where there is none."""
+    place = _cuda_place(index)
+    serving = checking_now.get()
+    return place if serving is None else serving.place(index, cuda=True)
+
+
+@functools.cache
+def _cuda_place(index: int) -> Place:
     runtime = cuda_runtime()
     if index >= runtime.device_count:
         raise InvalidArgument(f"no device cuda:{index}: there are {runtime.device_count} GPUs")
     return Place(runtime, index)
+
+
+# Set inside checking().
+checking_now: contextvars.ContextVar[Checked | None] = contextvars.ContextVar(
+    "checking", default=None
+)
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,31 @@ def use_runtime(
     if schedule is not None and not isinstance(schedule, str):
         raise InvalidType(f"schedule must be a str, not {type(schedule).__name__}")
     return _serve(count, Simulation(schedule or "eager", costs))
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[Checked]:
+    """Check the order of all accesses in a block, on worker threads and on GPUs.
+
+    The block's value counts them: ``accesses``. Two accesses to the same bytes, one of them a
+    write, that nothing orders raise :class:`OrderError`, whether they happened to come in the right
+    order or not. Seen are copies, results read, pool memory handed out again, and the default
+    products on a GPU; other work of your own on a device is not. Threads that you start know
+    nothing of what you did before: let one thread use a transfer. ``STREAMLAP_CHECK=1`` checks the
+    whole process.
+
+    The block has runtimes, streams and pools of its own. It belongs to the calling thread.
+    """
+    from streamlap.simulation import Checked
+
+    serving = Checked()
+    before = simulation.set(serving)
+    before_cuda = checking_now.set(serving)
+    try:
+        yield serving
+    finally:
+        checking_now.reset(before_cuda)
+        simulation.reset(before)
 
 
 @contextlib.contextmanager

@@ -60,5 +60,9 @@ class CaptureError(StreamlapError, RuntimeError):
     """Not possible while a CUDA graph is being captured. The capture is still good."""
 
 
+class OrderError(StreamlapError, RuntimeError):
+    """Two accesses to the same memory are not ordered; both are named. See ``checking()``."""
+
+
 class ForkedProcess(StreamlapError, RuntimeError):
     """Used in a forked child of the process that started streamlap."""

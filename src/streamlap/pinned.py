@@ -183,14 +183,14 @@ _host_pool = _RuntimePool(cuda=False)
 def pool_for(place: Place) -> PinnedPool:
     """Return the default pool for results of ``place``."""
     if place.simulation is not None:
-        return place.simulation.pool
+        return place.simulation.pool_of(place)
     return _cuda_pool if place.is_cuda else _host_pool
 
 
 def _default_pool() -> PinnedPool:
     serving = simulation.get()
     if serving is not None:
-        return serving.pool
+        return serving.pool_of(serving.place(0))
     return _cuda_pool if torch.cuda.is_available() and not cuda_reason() else _host_pool
 
 

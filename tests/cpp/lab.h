@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "check.h"
+#include "check/checked_runtime.h"
 #include "proxy_runtime.h"
 #include "sim/runtime_sim.h"
 
@@ -55,12 +57,43 @@ class ReusedStreams final : public ProxyRuntime {
   std::map<std::tuple<int, StreamKind, bool>, Made> made_;
 };
 
-inline std::shared_ptr<Runtime> host_backend() { return make_host_runtime(); }
+// A mutant: the calls at one site are left out. See tests/mutants.py.
+class WithoutSite final : public ProxyRuntime {
+ public:
+  WithoutSite(std::shared_ptr<Runtime> inner, std::string site)
+      : ProxyRuntime(std::move(inner)), site_(std::move(site)) {}
+
+  void stream_sync(StreamRef stream, Site site) override {
+    if (site.name != site_) ProxyRuntime::stream_sync(stream, site);
+  }
+  void stream_wait(StreamRef stream, const Event& event, Site site) override {
+    if (site.name != site_) ProxyRuntime::stream_wait(stream, event, site);
+  }
+  void event_record(Event& event, StreamRef stream, Site site) override {
+    if (site.name != site_) ProxyRuntime::event_record(event, stream, site);
+  }
+  bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override {
+    return site.name == site_ || ProxyRuntime::event_sync_for(event, timeout, site);
+  }
+
+ private:
+  const std::string site_;
+};
+
+// With the order checker in between, which must find nothing in any of the programs.
+inline std::shared_ptr<Runtime> checked(std::shared_ptr<Runtime> runtime) {
+  auto made = std::make_shared<order::CheckedRuntime>(std::move(runtime));
+  const char* site = std::getenv("STREAMLAP_WITHOUT_SITE");
+  if (site == nullptr) return made;
+  return std::make_shared<WithoutSite>(std::move(made), site);
+}
+
+inline std::shared_ptr<Runtime> host_backend() { return checked(make_host_runtime()); }
 
 inline std::shared_ptr<Runtime> cuda_backend() {
   CudaProbe probe = probe_cuda();
   if (probe.devices == 0) SKIP(probe.reason);
-  static auto shared = std::make_shared<ReusedStreams>(make_cuda_runtime());
+  static auto shared = std::make_shared<ReusedStreams>(checked(make_cuda_runtime()));
   shared->next_program();
   return shared;
 }
@@ -78,7 +111,7 @@ inline std::shared_ptr<Runtime> sim_backend(const std::string& schedule, bool de
   options.device_rules = device_rules;
   options.cost.per_copy = 2e-6;
   options.cost.to_host = options.cost.to_device = 55e9;
-  return std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule));
+  return checked(std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule)));
 }
 
 // Bytes that everybody can reach; freed with the last reference.
@@ -132,9 +165,16 @@ struct Lab {
   // Nothing that a program owns may die under work that is still going on, whatever went wrong.
   ~Lab() {
     for (StreamRef stream : streams) settle(stream);
+    try {
+      runtime->device_sync(0);  // streams that others made
+    } catch (...) {
+    }
   }
 
   bool cuda() const { return runtime->uses_device_memory(); }
+  // A thread that is started comes after what its starter did; no call of the seam says so.
+  void hand_over() { runtime->lock_released(this); }
+  void take_over() { runtime->lock_acquired(this); }
   StreamRef stream(StreamKind kind) {
     streams.push_back(runtime->stream_create(0, kind));
     return streams.back();

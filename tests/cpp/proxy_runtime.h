@@ -70,6 +70,15 @@ class ProxyRuntime : public Runtime {
     before("launch");
     inner_->launch(std::move(task), stream);
   }
+  void taken(void* pointer, std::size_t bytes) override { inner_->taken(pointer, bytes); }
+  void host_reads(const void* pointer, std::size_t bytes) override {
+    inner_->host_reads(pointer, bytes);
+  }
+  void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override {
+    inner_->declare(stream, pointer, bytes, writes);
+  }
+  void lock_acquired(const void* lock) noexcept override { inner_->lock_acquired(lock); }
+  void lock_released(const void* lock) noexcept override { inner_->lock_released(lock); }
   std::unique_ptr<Gate> gate(StreamRef stream) override { return inner_->gate(stream); }
   std::vector<EventPtr> mark_workers(int device) override { return inner_->mark_workers(device); }
   void device_sync(int device) override { inner_->device_sync(device); }

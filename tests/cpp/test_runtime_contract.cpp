@@ -403,8 +403,10 @@ ON_EACH_RUNTIME(many_threads_issue_to_one_stream) {
     }
   }
   std::vector<std::thread> pool;
+  lab.hand_over();
   for (std::size_t t = 0; t < threads; ++t) {
     pool.emplace_back([&, t] {
+      lab.take_over();
       for (std::size_t i = 0; i < rounds; ++i) {
         lab.runtime->copy_async(slots[t]->data(), sources[t]->data() + i * 64, 64, stream);
         lab.runtime->copy_async(outs[t]->data() + i * 64, slots[t]->data(), 64, stream);

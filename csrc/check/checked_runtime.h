@@ -1,0 +1,67 @@
+// A runtime that tells an OrderChecker what it is asked to do, and otherwise is the one it wraps.
+#pragma once
+
+#include <memory>
+
+#include "check/order_checker.h"
+
+namespace streamlap::order {
+
+class CheckedRuntime final : public Runtime {
+ public:
+  explicit CheckedRuntime(std::shared_ptr<Runtime> inner) : inner_(std::move(inner)) {}
+
+  OrderChecker& checker() noexcept { return *checker_; }
+  const std::shared_ptr<Runtime>& inner() const noexcept { return inner_; }
+
+  const char* name() const noexcept override { return inner_->name(); }
+  int device_count() const override { return inner_->device_count(); }
+  bool uses_device_memory() const noexcept override { return inner_->uses_device_memory(); }
+  bool virtual_time() const noexcept override { return inner_->virtual_time(); }
+  void poll() override { inner_->poll(); }
+  bool device_active(int device) override { return inner_->device_active(device); }
+
+  void* alloc_pinned(std::size_t bytes) override;
+  void free_pinned(void* pointer, std::size_t bytes) noexcept override;
+  void* alloc_device(int device, std::size_t bytes) override;
+  void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
+
+  StreamRef stream_create(int device, StreamKind kind, bool high_priority) override {
+    return inner_->stream_create(device, kind, high_priority);
+  }
+  bool stream_capturing(StreamRef stream) override { return inner_->stream_capturing(stream); }
+  bool stream_idle(StreamRef stream) override;
+  void stream_sync(StreamRef stream, Site site) override;
+  void stream_wait(StreamRef stream, const Event& event, Site site) override;
+  void stream_reset_error(StreamRef stream) override { inner_->stream_reset_error(stream); }
+
+  EventPtr event_create(int device, bool timed) override;
+  void event_record(Event& event, StreamRef stream, Site site) override;
+  bool event_query(const Event& event) override;
+  bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override;
+  double event_elapsed(const Event& begin, const Event& end) override;
+  double event_time(const Event& event) override;
+
+  void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
+  void launch(std::function<void()> task, StreamRef stream) override;
+  std::unique_ptr<Gate> gate(StreamRef stream) override { return inner_->gate(stream); }
+  std::vector<EventPtr> mark_workers(int device) override;
+  void device_sync(int device) override;
+  double now() const override { return inner_->now(); }
+  bool idle() override { return inner_->idle(); }
+
+  void taken(void* pointer, std::size_t bytes) override;
+  void host_reads(const void* pointer, std::size_t bytes) override;
+  void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override;
+  void lock_acquired(const void* lock) noexcept override;
+  void lock_released(const void* lock) noexcept override;
+
+ private:
+  class CheckedEvent;
+
+  std::shared_ptr<Runtime> inner_;
+  // Callables that still run may outlive the runtime.
+  std::shared_ptr<OrderChecker> checker_ = std::make_shared<OrderChecker>();
+};
+
+}  // namespace streamlap::order

@@ -1,0 +1,280 @@
+#include "check/order_checker.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace streamlap::order {
+namespace {
+
+thread_local OrderChecker::Task* t_task = nullptr;
+
+// Not std::thread::id: the system gives a thread that ended's to the next one.
+std::uint64_t thread_number() {
+  static std::atomic<std::uint64_t> next{0};
+  thread_local const std::uint64_t number = ++next;
+  return number;
+}
+
+std::uint64_t at(const Clock& clock, Actor actor) {
+  return actor < clock.size() ? clock[actor] : 0;
+}
+
+void tick(Clock& clock, Actor actor) {
+  if (clock.size() <= actor) clock.resize(actor + 1);
+  ++clock[actor];
+}
+
+bool covers(const Clock& known, const Access& access) {
+  return at(known, access.actor) >= access.tick;
+}
+
+}  // namespace
+
+void join(Clock& into, const Clock& from) {
+  if (into.size() < from.size()) into.resize(from.size());
+  for (std::size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
+// ---- memory
+
+Shadow::Pieces::iterator Shadow::cut(std::uintptr_t where) {
+  auto next = pieces_.upper_bound(where);
+  if (next == pieces_.begin()) return next;
+  auto before = std::prev(next);
+  if (before->first == where) return before;
+  if (before->second.end <= where) return next;
+  Piece rest = before->second;
+  before->second.end = where;
+  return pieces_.emplace_hint(next, where, std::move(rest));
+}
+
+const Access* Shadow::touch(std::uintptr_t begin, std::size_t bytes, const Access& access,
+                            Mode mode, const Clock& known) {
+  if (bytes == 0) return nullptr;
+  const std::uintptr_t end = begin + bytes;
+  const auto first = cut(begin);
+  cut(end);
+  // Looked at as a whole before anything is noted: a refused access leaves no trace.
+  for (auto piece = first; piece != pieces_.end() && piece->first < end; ++piece) {
+    const Piece& found = piece->second;
+    if (found.written && !covers(known, found.write)) {
+      conflict_ = found.write;
+      return &conflict_;
+    }
+    if (mode == Mode::read) continue;
+    for (const Access& read : found.reads) {
+      if (!covers(known, read)) {
+        conflict_ = read;
+        return &conflict_;
+      }
+    }
+  }
+  if (mode == Mode::write) {
+    pieces_.erase(first, pieces_.lower_bound(end));
+    pieces_[begin] = {end, true, access, {}};
+    return nullptr;
+  }
+  std::uintptr_t done = begin;
+  for (auto piece = pieces_.lower_bound(begin); done < end;) {
+    if (piece == pieces_.end() || piece->first > done) {
+      const std::uintptr_t gap_end = piece == pieces_.end() ? end : std::min(end, piece->first);
+      pieces_.emplace_hint(piece, done, Piece{gap_end, false, {}, {access}});
+      done = gap_end;
+      continue;
+    }
+    auto& reads = piece->second.reads;
+    auto own = std::find_if(reads.begin(), reads.end(),
+                            [&](const Access& read) { return read.actor == access.actor; });
+    if (own == reads.end()) {
+      reads.push_back(access);
+    } else {
+      *own = access;
+    }
+    done = piece->second.end;
+    ++piece;
+  }
+  return nullptr;
+}
+
+void Shadow::forget(std::uintptr_t begin, std::size_t bytes) {
+  if (bytes == 0) return;
+  const auto first = cut(begin);
+  cut(begin + bytes);
+  pieces_.erase(first, pieces_.lower_bound(begin + bytes));
+}
+
+// ---- actors
+
+Actor OrderChecker::actor_of(StreamRef stream) {
+  auto [entry, fresh] = streams_.try_emplace({stream.handle, stream.device}, clocks_.size());
+  if (fresh) {
+    static constexpr const char* kinds[] = {"compute", "copy", "host"};
+    clocks_.emplace_back();
+    tick(clocks_.back(), entry->second);
+    names_.push_back("stream " + std::to_string(streams_.size()) + " (" +
+                     kinds[static_cast<int>(stream.kind)] + ", device " +
+                     std::to_string(stream.device) + ")");
+    sites_.push_back("");
+  }
+  return entry->second;
+}
+
+Actor OrderChecker::this_thread() {
+  auto [entry, fresh] = threads_.try_emplace(thread_number(), clocks_.size());
+  if (fresh) {
+    clocks_.emplace_back();
+    tick(clocks_.back(), entry->second);
+    names_.push_back("host thread " + std::to_string(threads_.size()));
+    sites_.push_back("");
+  }
+  return entry->second;
+}
+
+OrderChecker::Task* OrderChecker::task() const {
+  for (Task* task = t_task; task != nullptr; task = task->outer_) {
+    if (&task->checker_ == this) return task;
+  }
+  return nullptr;
+}
+
+Clock& OrderChecker::clock_of(Actor actor) { return clocks_[actor]; }
+
+OrderChecker::Task::Task(OrderChecker& checker, StreamRef stream, Clock clock)
+    : checker_(checker), stream_(stream), actor_(0), clock_(std::move(clock)), outer_(t_task) {
+  {
+    std::lock_guard lock(checker_.mutex_);
+    actor_ = checker_.actor_of(stream);
+  }
+  t_task = this;
+}
+
+OrderChecker::Task::~Task() {
+  t_task = outer_;
+  checker_.stream_learns(stream_, clock_);  // what comes after it on its stream knows the same
+}
+
+Clock OrderChecker::known() {
+  std::lock_guard lock(mutex_);
+  if (const Task* running = task()) return running->clock_;
+  return clock_of(this_thread());
+}
+
+void OrderChecker::learn(const Clock& clock) {
+  std::lock_guard lock(mutex_);
+  if (Task* running = task()) {
+    join(running->clock_, clock);
+    return;
+  }
+  const Actor self = this_thread();
+  join(clock_of(self), clock);
+}
+
+Clock OrderChecker::issue(StreamRef stream, Site site) {
+  std::lock_guard lock(mutex_);
+  const Actor on = actor_of(stream);
+  if (Task* running = task()) {
+    join(clock_of(on), running->clock_);
+    tick(clock_of(on), on);
+  } else {
+    const Actor self = this_thread();
+    join(clock_of(on), clock_of(self));
+    tick(clock_of(on), on);
+    tick(clock_of(self), self);  // what the thread does from here on is not before the operation
+    if (*site.name != 0) sites_[self] = site.name;
+  }
+  if (*site.name != 0) sites_[on] = site.name;
+  return clock_of(on);
+}
+
+Clock OrderChecker::stream_knows(StreamRef stream) {
+  std::lock_guard lock(mutex_);
+  const Actor on = actor_of(stream);
+  return clock_of(on);
+}
+
+void OrderChecker::stream_learns(StreamRef stream, const Clock& clock) {
+  std::lock_guard lock(mutex_);
+  const Actor on = actor_of(stream);
+  join(clock_of(on), clock);
+}
+
+Clock OrderChecker::device_knows(int device) {
+  std::lock_guard lock(mutex_);
+  Clock all;
+  for (const auto& [key, actor] : streams_) {
+    if (key.second == device) join(all, clock_of(actor));
+  }
+  return all;
+}
+
+// ---- accesses
+
+std::string OrderChecker::name_of(Actor actor) const { return names_[actor]; }
+
+void OrderChecker::access(const Access& access, const Clock& known, const void* data, Mode mode) {
+  ++accesses_;
+  const Access* earlier =
+      shadow_.touch(reinterpret_cast<std::uintptr_t>(data), access.bytes, access, mode, known);
+  if (earlier == nullptr) return;
+  const auto told = [&](const Access& one) {
+    return std::string(one.what) + " of " + std::to_string(one.bytes) + " bytes by " +
+           name_of(one.actor) + (*one.site == 0 ? "" : std::string(" after ") + one.site);
+  };
+  throw Error(ErrorKind::order, "two accesses to the same memory are not ordered: " + told(access) +
+                                    ", and before it " + told(*earlier));
+}
+
+void OrderChecker::stream_access(StreamRef stream, const char* what, const void* data,
+                                 std::size_t bytes, Mode mode) {
+  std::lock_guard lock(mutex_);
+  const Actor on = actor_of(stream);
+  const Clock& known = clock_of(on);
+  access({on, at(known, on), what, sites_[on], bytes}, known, data, mode);
+}
+
+void OrderChecker::host_access(const char* what, const void* data, std::size_t bytes, Mode mode) {
+  std::lock_guard lock(mutex_);
+  if (const Task* running = task()) {
+    access({running->actor_, at(running->clock_, running->actor_), what, sites_[running->actor_],
+            bytes},
+           running->clock_, data, mode);
+    return;
+  }
+  const Actor self = this_thread();
+  const Clock& known = clock_of(self);
+  access({self, at(known, self), what, sites_[self], bytes}, known, data, mode);
+}
+
+void OrderChecker::fresh(const void* data, std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  shadow_.forget(reinterpret_cast<std::uintptr_t>(data), bytes);
+}
+
+void OrderChecker::acquired(const void* lock_id) {
+  std::lock_guard lock(mutex_);
+  const Clock& left = locks_[lock_id];
+  if (Task* running = task()) {
+    join(running->clock_, left);
+    return;
+  }
+  const Actor self = this_thread();
+  join(clock_of(self), left);
+}
+
+void OrderChecker::released(const void* lock_id) {
+  std::lock_guard lock(mutex_);
+  if (const Task* running = task()) {
+    join(locks_[lock_id], running->clock_);
+    return;
+  }
+  const Actor self = this_thread();
+  join(locks_[lock_id], clock_of(self));
+  tick(clock_of(self), self);
+}
+
+std::uint64_t OrderChecker::accesses() const {
+  std::lock_guard lock(mutex_);
+  return accesses_;
+}
+
+}  // namespace streamlap::order
