@@ -25,6 +25,7 @@ BUILTIN = {
     "TransferTimeout": TimeoutError,
     "CaptureError": RuntimeError,
     "ForkedProcess": RuntimeError,
+    "OrderError": RuntimeError,
 }
 
 
