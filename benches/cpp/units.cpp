@@ -54,7 +54,8 @@ std::size_t parse_bytes(const std::string& what, const std::string& text) {
       (!too_large &&
        (number * found->bytes < 1 || number * found->bytes != std::floor(number * found->bytes)))) {
     throw UsageError(what + " '" + text.substr(0, 40) +
-                     "' is no size from 1 byte up, in whole bytes: write a number and B, KiB, MiB, GiB, KB, MB or "
+                     "' is no size from 1 byte up, in whole bytes: write a number and B, KiB, MiB, "
+                     "GiB, KB, MB or "
                      "GB, like 64MiB");
   }
   // 2^53: up to here a double holds every whole number.

@@ -21,6 +21,7 @@ from streamlap.errors import (
 )
 from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
+from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
 from streamlap.transfer import Transfer
@@ -38,6 +39,7 @@ __all__ = [
     "OutOfMemory",
     "PinnedPool",
     "PoolExhausted",
+    "Prediction",
     "SourceModified",
     "StreamlapError",
     "Summary",
@@ -54,6 +56,7 @@ __all__ = [
     "pipelined_map",
     "pipelined_run",
     "pool_stats",
+    "predict",
     "record_use",
     "run",
     "synchronize",

@@ -13,6 +13,7 @@ from streamlap.devices import devices
 from streamlap.experiment import Group, Measured, Outcome, Plan
 from streamlap.info import versions
 from streamlap.pinned import pool_stats
+from streamlap.prediction import MACHINES, predict
 from streamlap.sizes import format_size, memory_total
 from streamlap.ways import LIMIT_ROWS, WHOLE_ROWS
 
@@ -26,7 +27,11 @@ examples:
   streamlap demo --device cuda:0 --dtype bf16
   streamlap demo --device cpu --size 512 --n 20
   streamlap demo --json > demo.json
+  streamlap demo --simulate h200            what an H200 would do, without one
 """
+
+
+_PREDICTED_SIZE = 4000  # whose products were measured
 
 
 def add_parser(commands: Any) -> None:
@@ -58,12 +63,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--repeat", type=count, metavar="N", help="rounds (default: 9, fewer on many devices)"
     )
+    parser.add_argument(
+        "--simulate",
+        choices=list(MACHINES),
+        help="predict the job on another machine instead; runs nothing on this one",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit status is 1 when a result was wrong."""
+    if arguments.simulate:
+        return _predict(arguments)
     progress = Progress()
     try:
         progress.show("preparing")
@@ -78,6 +90,40 @@ def run_command(arguments: argparse.Namespace) -> int:
     else:
         print(as_text(planned, outcome))
     return 0 if outcome.verified else 1
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    """Predict the rows on a machine that was measured once."""
+    machine = MACHINES[arguments.simulate]
+    size = arguments.size or _PREDICTED_SIZE
+    rows = []
+    for dtype in [arguments.dtype] if arguments.dtype else list(machine.products):
+        nbytes = size * size * experiment.DTYPES[dtype].itemsize
+        # A product's work grows with the third power; small ones do not fill a GPU.
+        compute = machine.products[dtype] * (size / _PREDICTED_SIZE) ** 3
+        found = predict(compute, nbytes, arguments.n, machine=machine)
+        for name, seconds in (
+            ("compute alone", found.compute),
+            ("copy alone", found.copy),
+            ("run then copy", found.one_by_one),
+            ("pipelined_run", found.seconds),
+        ):
+            ratio = seconds / found.limit
+            rows.append({"dtype": dtype, "row": name, "seconds": seconds, "ratio": ratio})
+    if arguments.json:
+        settings = {"size": size, "n": arguments.n}
+        document = {"predicted": True, "machine": machine.name, "settings": settings}
+        print(json.dumps(document | {"rows": rows}, indent=2))
+        return 0
+    print(
+        f"predicted for {machine.name}, from what was measured there: {arguments.n} products of "
+        f"{size}x{size}, all results to the host; page-locked memory, warm"
+    )
+    for row in rows:
+        if row["row"] == "compute alone":
+            print(f"\n{row['dtype']:<24}{'seconds':>10}{'x limit':>10}")
+        print(f"  {row['row']:<22}{row['seconds']:>10.4f}{row['ratio']:>10.3f}")
+    return 0
 
 
 # -- output
