@@ -40,6 +40,7 @@ PARTS = [
     of_pytest("exit", "test_exit.py"),
     of_pytest("interrupts", "test_interrupts.py"),
     of_pytest("threads", "test_threads.py"),
+    of_pytest("programs", "test_programs.py"),
 ]
 
 

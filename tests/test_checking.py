@@ -63,6 +63,24 @@ def test_every_path_is_in_order_under_every_schedule(schedule):
             assert simulation.accesses > 0
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_failed_pipeline_gave_back_is_handed_out_in_order(schedule):
+    """Waiting for the end of a copy is no read of it."""
+
+    def fn(x):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("deliberate")
+        return x + 1
+
+    calls = []
+    with streamlap.use_runtime("sim", schedule=schedule):
+        with pytest.raises(ArithmeticError):
+            streamlap.pipelined_run(torch.ones(4), n=9, depth=1, fn=fn)
+        for _ in range(3):
+            streamlap.to_cpu(torch.ones(4)).result()
+
+
 def test_a_replayed_schedule_does_the_same_every_time():
     def run(schedule):
         with streamlap.use_runtime("sim", schedule=schedule, costs={"memcpy": 1e9}) as simulation:

@@ -131,7 +131,7 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
   }
   const bool on_host = transfer->waits_on_host();
   wait_sliced(*transfer->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
-    return on_host ? transfer->sync_for(slice) : transfer->issued_for(slice);
+    return on_host ? transfer->sync_for(slice, false) : transfer->issued_for(slice);
   });
   GilRelease released;
   transfer->stream_wait(stream.ref);
@@ -146,7 +146,7 @@ void hold_stream(const PyTransfer& self, const PyStream& stream) {
   stream.runtime->launch(
       [transfer] {
         try {
-          while (!transfer->sync_for(std::chrono::seconds(1))) {
+          while (!transfer->sync_for(std::chrono::seconds(1), false)) {
           }
         } catch (...) {
           // Whoever asks for the transfer is told.
@@ -211,13 +211,13 @@ void bind_transfer(py::module_& module) {
            })
       .def(
           "sync",
-          [](const PyTransfer& self, std::optional<double> timeout) {
+          [](const PyTransfer& self, std::optional<double> timeout, bool reads) {
             auto transfer = self.get();
             return wait_sliced(*transfer->runtime(), timeout, [&](std::chrono::nanoseconds slice) {
-              return transfer->sync_for(slice);
+              return transfer->sync_for(slice, reads);
             });
           },
-          py::arg("timeout") = py::none())
+          py::arg("timeout") = py::none(), py::arg("reads") = true)
       .def(
           "leaf_sync",
           [](const PyTransfer& self, std::size_t leaf, std::optional<double> timeout) {

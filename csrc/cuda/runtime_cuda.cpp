@@ -29,8 +29,8 @@ const CudaEvent& cuda_event(const Event& event) { return static_cast<const CudaE
 std::string where(StreamRef stream) { return "device " + std::to_string(stream.device); }
 
 // The driver has no wait with a limit, and its wait without one either spins for ever or has every
-// record interrupt the host. So: poll, quickly at first, then ever more rarely, never late by more
-// than a fiftieth of the wait.
+// record interrupt the host. So: poll, quickly at first, then ever more rarely, but never late by
+// more than about 150 us.
 bool wait_for(const Recording& recording, std::chrono::nanoseconds timeout) {
   using clock = std::chrono::steady_clock;
   constexpr std::chrono::nanoseconds spin = std::chrono::milliseconds(2);

@@ -38,7 +38,8 @@ class Transfer {
   bool issued_for(std::chrono::nanoseconds timeout);
 
   bool done();
-  bool sync_for(std::chrono::nanoseconds timeout);
+  // `reads`: the caller goes on to read what has come, which a checker is told.
+  bool sync_for(std::chrono::nanoseconds timeout, bool reads = true);
   bool leaf_done(std::size_t leaf);
   bool leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout);
   bool chunk_sync_for(std::size_t chunk, std::chrono::nanoseconds timeout);

@@ -176,7 +176,7 @@ class Lane:
     def _drain(self) -> None:
         for slot in self.slots:
             if slot.transfer is not None:
-                slot.transfer.exception()
+                slot.transfer._settle()
 
     def _copy(self, value: Any, index: int) -> Transfer:
         job = self._job

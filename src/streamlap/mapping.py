@@ -71,7 +71,7 @@ def map_items(
             for slot in window:
                 slot.settle()
                 if slot.transfer is not None:
-                    slot.transfer.exception()
+                    slot.transfer._settle()
         window.clear()
 
 

@@ -366,6 +366,14 @@ class Transfer:
     def _all_parts(self) -> list[Part]:
         return self._parts
 
+    def _settle(self) -> None:
+        """Block until the copy is done, however it ended; nobody reads what has come."""
+        with contextlib.suppress(Exception):
+            self._raise_error()
+            for part in self._parts:
+                self._call(part.native.sync, None, False)
+            self._finish()
+
     def _wait_done(self) -> None:
         """Block until the copy is done, let go of the source; raise what :meth:`result` would."""
         self._sync(None)

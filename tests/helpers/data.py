@@ -68,7 +68,9 @@ def as_bytes(value) -> torch.Tensor:
     """The elements' bytes in logical order, on the host."""
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # Not contiguous(): it leaves a view as it is whose one element has any stride.
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def is_poison(value) -> bool:
