@@ -89,7 +89,7 @@ def test_a_replayed_schedule_does_the_same_every_time():
             return simulation.replay(), simulation.now()
 
     decisions, now = run("random(7)")
-    for _ in range(10):
+    for _ in range(50):
         assert run("random(7)") == (decisions, now)
         assert run(decisions) == (decisions, now)
 
