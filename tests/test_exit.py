@@ -440,7 +440,7 @@ def test_forks_while_other_threads_are_at_work(server, repeats):
         CHILD.format(end="sys.exit(0)")
         + """
 stop = threading.Event()
-shared = streamlap.PinnedPool("64MiB")
+shared = streamlap.PinnedPool("256MiB")  # two of the large ones for each thread, and more
 def go(number):
     while not stop.is_set():
         kept = streamlap.to_cpu([x, big], pool=shared)
