@@ -68,9 +68,11 @@ def as_bytes(value) -> torch.Tensor:
     """The elements' bytes in logical order, on the host."""
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    # Not contiguous(): it leaves a view as it is whose one element has any stride.
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    flat = tensor.contiguous().reshape(-1)
+    # A single element may keep any stride.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def is_poison(value) -> bool:
