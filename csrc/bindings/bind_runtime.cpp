@@ -89,6 +89,15 @@ py::dict probe() {
   return answer;
 }
 
+// A runtime that cannot be asked any more is not waited for.
+bool is_idle(Runtime& runtime) noexcept {
+  try {
+    return runtime.idle();
+  } catch (...) {
+    return true;
+  }
+}
+
 // Waits until what this process started is idle, then lets everything leak. For the exit handler.
 bool shutdown(double timeout) {
   bool idle = false;
@@ -100,7 +109,7 @@ bool shutdown(double timeout) {
     const double deadline = steady_seconds() + timeout;
     do {
       idle = true;
-      for (Runtime* runtime : runtimes) idle = idle && runtime->idle();
+      for (Runtime* runtime : runtimes) idle = idle && is_idle(*runtime);
       if (!idle) std::this_thread::sleep_for(std::chrono::microseconds(200));
     } while (!idle && steady_seconds() < deadline);
   }
@@ -236,6 +245,7 @@ void bind_runtime(py::module_& module) {
                } catch (const PythonError&) {
                  // Whoever owns that work is told; this only waits for its end.
                } catch (const Error&) {
+                 if (self.event_state(*mark) != EventState::passed) throw;
                }
              }
              if (!self.uses_device_memory()) return;

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <limits>
+#include <thread>
 
 #include "base/process.h"
 #include "bindings/types.h"
@@ -33,20 +34,10 @@ class PyTransfer {
     std::shared_ptr<Transfer> transfer = std::move(transfer_);
     if (!transfer) return;
     if (open_) {
-      // Its last steps may be under way, or not: the end is what the stream has been given by now.
-      try {
-        engine_->complete(*transfer, *open_);
-      } catch (...) {
-        transfer->keep_for_ever();
-      }
+      engine_->cut_off(*transfer, *open_);  // its last steps may be under way, or not
+    } else if (transfer->ended()) {
+      return;
     }
-    bool done = false;
-    try {
-      done = transfer->done();
-    } catch (...) {
-      // Whether its memory is out of use is for the engine to say.
-    }
-    if (done) return;
     try {
       // The last user of what it holds may be a stream of this thread; nobody will ask it later.
       for (const PyStream& stream : current_streams(engine_->runtime())) {
@@ -145,11 +136,16 @@ void hold_stream(const PyTransfer& self, const PyStream& stream) {
   GilRelease released;
   stream.runtime->launch(
       [transfer] {
-        try {
-          while (!transfer->sync_for(std::chrono::seconds(1), false)) {
+        while (!transfer->ended()) {
+          try {
+            transfer->sync_for(std::chrono::seconds(1), false);
+          } catch (...) {
+            // Whoever asks for the transfer is told. It may be this wait that failed, not the
+            // transfer, which then goes on.
+            if (transfer->kept_for_ever()) return;
+            transfer->runtime()->poll();
+            std::this_thread::yield();
           }
-        } catch (...) {
-          // Whoever asks for the transfer is told.
         }
       },
       stream.ref);

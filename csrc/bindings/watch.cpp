@@ -35,7 +35,7 @@ bool Watch::holding() {
     engines = engines_;
   }
   for (CopyEngine* engine : engines) {
-    if (engine->reap() > 0) return true;
+    if (engine->expects()) return true;
   }
   std::lock_guard lock(mutex_);
   return dropping_ || !dropped_.empty();

@@ -95,6 +95,18 @@ bool CheckedRuntime::event_query(const Event& event) {
   return true;
 }
 
+EventState CheckedRuntime::event_state(const Event& event) noexcept {
+  const auto& checked = static_cast<const CheckedEvent&>(event);
+  try {
+    const Clock clock = checked.clock();
+    const EventState state = inner_->event_state(*checked.inner);
+    if (state == EventState::passed) checker_->learn(clock);
+    return state;
+  } catch (...) {
+    return EventState::pending;  // no memory to learn with
+  }
+}
+
 bool CheckedRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout,
                                     Site site) {
   const auto& checked = static_cast<const CheckedEvent&>(event);

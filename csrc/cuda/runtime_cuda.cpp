@@ -261,6 +261,19 @@ bool CudaRuntime::event_query(const Event& event) {
   return !recording || recording->done();
 }
 
+EventState CudaRuntime::event_state(const Event& event) noexcept {
+  RecordingPtr recording = cuda_event(event).last();
+  if (!recording) return EventState::passed;
+  if (const CompletionPtr& completion = recording->completion()) {
+    return completion->done() ? EventState::passed : EventState::pending;
+  }
+  try {
+    return recording->done() ? EventState::passed : EventState::pending;
+  } catch (...) {
+    return cuda::sticky() ? EventState::lost : EventState::pending;
+  }
+}
+
 bool CudaRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site) {
   RecordingPtr recording = cuda_event(event).last();
   if (!recording) return true;

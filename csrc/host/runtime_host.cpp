@@ -99,6 +99,11 @@ bool HostRuntime::event_query(const Event& event) {
   return true;
 }
 
+EventState HostRuntime::event_state(const Event& event) noexcept {
+  CompletionPtr completion = completion_of(event);
+  return !completion || completion->done() ? EventState::passed : EventState::pending;
+}
+
 bool HostRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site) {
   CompletionPtr completion = completion_of(event);
   if (!completion) return true;

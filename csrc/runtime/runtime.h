@@ -55,6 +55,13 @@ class Event {
 };
 using EventPtr = std::shared_ptr<Event>;
 
+// How far an event is, whatever became of its work.
+enum class EventState {
+  pending,  // not reached, or it could not be asked just now
+  passed,   // never recorded, or all before it has ended: done, failed or skipped
+  lost,     // the device's context is gone: no call will ever tell
+};
+
 // Holds a stream until open(). Opens itself with an error after limit_seconds, so that a test that
 // goes wrong ends. Destroying it opens it.
 class Gate {
@@ -116,6 +123,9 @@ class Runtime {
   virtual void event_record(Event& event, StreamRef stream, Site site) = 0;
   // True when done or never recorded. Throws the error it carries.
   virtual bool event_query(const Event& event) = 0;
+  // For who must know whether memory is out of use: an exception of event_query() or
+  // event_sync_for() may be the event's, which is then over, or of the asking, and tells nothing.
+  virtual EventState event_state(const Event& event) noexcept = 0;
   // Blocks the calling thread for at most `timeout`; true when done. Throws the error it carries.
   virtual bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) = 0;
   // Seconds between two timed events that are both done.

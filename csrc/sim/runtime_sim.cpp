@@ -614,6 +614,15 @@ bool SimRuntime::event_query(const Event& event) {
   return true;
 }
 
+EventState SimRuntime::event_state(const Event& event) noexcept {
+  MarkPtr mark = mark_of(event);
+  if (!mark) return EventState::passed;
+  Lock lock(mutex_);
+  if (!mark->done) return EventState::pending;
+  now_ = std::max(now_, mark->time);
+  return EventState::passed;
+}
+
 bool SimRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) {
   MarkPtr mark = mark_of(event);
   if (!mark) return true;

@@ -13,10 +13,6 @@ constexpr Site site_mark{"engine.record_mark"};
 constexpr Site site_end{"engine.record_end"};
 constexpr Site site_issued{"engine.record_issued"};
 constexpr Site site_failed{"engine.drain_failed_issue"};
-constexpr Site site_failed_now{"engine.record_failed_end"};
-constexpr Site site_failed_after{"engine.failed_finish_after_copies"};
-constexpr Site site_failed_host{"engine.record_failed_finish"};
-constexpr Site site_failed_late{"engine.record_failed_issued"};
 constexpr Site site_finish_after{"engine.finish_after_copies"};
 
 ChunkPlan plan_for(const TransferRequest& request) {
@@ -35,12 +31,15 @@ CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
   std::lock_guard lock(mutex_);
   auto& slot = lanes_[{device, direction}];
   if (!slot) {
-    auto made = std::make_unique<Lane>();
-    made->copy = runtime_->stream_create(device, StreamKind::copy, true);
-    made->blocking = runtime_->stream_create(device, StreamKind::copy, true);
-    made->host = runtime_->stream_create(device, StreamKind::host);
-    slot = std::move(made);
+    slot = std::make_unique<Lane>();
   }
+  // Streams live as long as the runtime: those that were made before one failed are kept.
+  const auto make = [&](StreamRef& stream, StreamKind kind, bool high_priority) {
+    if (stream.handle == 0) stream = runtime_->stream_create(device, kind, high_priority);
+  };
+  make(slot->copy, StreamKind::copy, true);
+  make(slot->blocking, StreamKind::copy, true);
+  make(slot->host, StreamKind::host, false);
   return *slot;
 }
 
@@ -90,6 +89,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   transfer->end_ = transfer->copied_;
   if (request.finish || request.open_ended) transfer->end_ = runtime_->event_create(device, true);
   transfer->waits_on_host_ = static_cast<bool>(request.finish);
+  transfer->open_ended_ = request.open_ended;
   transfer->whole_only_ = request.finish || request.open_ended;
 
   const std::vector<EventPtr> ready = record_ready(request);
@@ -104,32 +104,26 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
       issue_now(*transfer, request, lane);
     }
   } catch (...) {
-    // Some copies may be under way: both ends live until the streams have passed them.
-    try {
-      end_failed(*transfer, lane, late);
-    } catch (...) {
-      transfer->keep_for_ever();
-    }
+    end_failed(*transfer, lane, late);
     abandon(transfer);
     throw;
   }
   return transfer;
 }
 
-// The end of a transfer whose issue failed half-way; its error stays out of the lane.
-void CopyEngine::end_failed(Transfer& transfer, Lane& lane, bool late) {
-  if (late) {
-    if (transfer.issued_) runtime_->event_record(*transfer.issued_, lane.host, site_failed_late);
-    runtime_->stream_reset_error(lane.host);
-    return;
+// Some copies may be under way, and the last step may have been enqueued.
+void CopyEngine::end_failed(Transfer& transfer, Lane& lane, bool late) noexcept {
+  if (!late) cut_off(transfer, lane.copy);
+  if (late || transfer.waits_on_host_) cut_off(transfer, lane.host);
+}
+
+void CopyEngine::cut_off(Transfer& transfer, StreamRef stream) noexcept {
+  transfer.outlive(stream);
+  try {
+    runtime_->stream_reset_error(stream);
+  } catch (...) {
+    // The next transfer there may be told this one's error; it cannot be lost.
   }
-  runtime_->event_record(*transfer.end_, lane.copy, site_failed_now);
-  runtime_->stream_reset_error(lane.copy);
-  if (!transfer.waits_on_host_) return;
-  // The last step may have been enqueued.
-  runtime_->stream_wait(lane.host, *transfer.end_, site_failed_after);
-  runtime_->event_record(*transfer.end_, lane.host, site_failed_host);
-  runtime_->stream_reset_error(lane.host);
 }
 
 void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, StreamRef stream) {
@@ -176,8 +170,7 @@ void CopyEngine::issue_late(const std::shared_ptr<Transfer>& transfer, TransferR
           issue(*transfer, *shared, stream);
           transfer->runtime_->stream_reset_error(stream);
         } catch (...) {
-          // The error ends the transfer, so its memory must be out of use before it is thrown.
-          transfer->runtime_->stream_sync(stream, site_failed);
+          drain(*transfer, stream);
           throw;
         }
       },
@@ -186,31 +179,79 @@ void CopyEngine::issue_late(const std::shared_ptr<Transfer>& transfer, TransferR
   runtime_->stream_reset_error(lane.host);
 }
 
+// An error ends the transfer, so its memory must be out of use before it is thrown.
+void CopyEngine::drain(Transfer& transfer, StreamRef stream) noexcept {
+  // A wait that throws the stream's own error has waited and taken it off: the second one cannot.
+  for (int waits = 0; waits < 2; ++waits) {
+    try {
+      transfer.runtime_->stream_sync(stream, site_failed);
+      return;
+    } catch (...) {
+    }
+  }
+  transfer.keep_for_ever();
+}
+
 void CopyEngine::complete(Transfer& transfer, StreamRef copy_stream) {
   runtime_->event_record(*transfer.end_, copy_stream, site_end);
+  runtime_->stream_reset_error(copy_stream);
 }
 
-void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) {
+CopyEngine::~CopyEngine() {
+  while (abandoned_) pop(abandoned_);  // not as one chain of destructors
+}
+
+std::shared_ptr<Transfer> CopyEngine::pop(std::shared_ptr<Transfer>& list) noexcept {
+  std::shared_ptr<Transfer> first = std::move(list);
+  list = std::move(first->next_);
+  return first;
+}
+
+void CopyEngine::push(std::shared_ptr<Transfer>& list, std::shared_ptr<Transfer> item) noexcept {
+  item->next_ = std::move(list);
+  list = std::move(item);
+}
+
+void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) noexcept {
   std::lock_guard lock(mutex_);
-  abandoned_.push_back(std::move(transfer));
+  push(abandoned_, std::move(transfer));
+  ++abandoned_count_;
 }
 
-std::size_t CopyEngine::reap() {
-  std::vector<std::shared_ptr<Transfer>> finished;  // dies without the lock: it runs arbitrary code
+void CopyEngine::let_go_of_finished() noexcept {
+  std::shared_ptr<Transfer> finished;  // dies without the lock: it runs arbitrary code
+  std::size_t gone = 0;
   {
     std::lock_guard lock(mutex_);
-    std::erase_if(abandoned_, [&](std::shared_ptr<Transfer>& transfer) {
-      if (!transfer->over()) return false;
-      finished.push_back(std::move(transfer));
-      return true;
-    });
-    letting_go_ += finished.size();
+    std::shared_ptr<Transfer> kept;
+    while (abandoned_) {
+      std::shared_ptr<Transfer> transfer = pop(abandoned_);
+      const bool over = transfer->over();
+      gone += over;
+      push(over ? finished : kept, std::move(transfer));
+    }
+    abandoned_ = std::move(kept);
+    abandoned_count_ -= gone;
+    letting_go_ += gone;
   }
-  const std::size_t gone = finished.size();
-  finished.clear();
+  while (finished) pop(finished);
   std::lock_guard lock(mutex_);
   letting_go_ -= gone;
-  return abandoned_.size() + letting_go_;
+}
+
+std::size_t CopyEngine::reap() noexcept {
+  let_go_of_finished();
+  std::lock_guard lock(mutex_);
+  return abandoned_count_ + letting_go_;
+}
+
+bool CopyEngine::expects() noexcept {
+  let_go_of_finished();
+  std::lock_guard lock(mutex_);
+  for (const Transfer* transfer = abandoned_.get(); transfer; transfer = transfer->next_.get()) {
+    if (!transfer->kept_for_ever()) return true;
+  }
+  return letting_go_ > 0;
 }
 
 }  // namespace streamlap

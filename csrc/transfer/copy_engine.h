@@ -52,6 +52,7 @@ struct TransferRequest {
 class CopyEngine {
  public:
   explicit CopyEngine(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
+  ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
 
@@ -60,13 +61,18 @@ class CopyEngine {
   std::shared_ptr<Transfer> submit(TransferRequest request);
   // The end of an open-ended transfer is what its copy stream has been given by now.
   void complete(Transfer& transfer, StreamRef copy_stream);
+  // Instead of that, for one that is about to be abandoned: it ends with what the stream has been
+  // given by now, and what failed there is taken off.
+  void cut_off(Transfer& transfer, StreamRef stream) noexcept;
   StreamRef copy_stream(int device, Direction direction);
 
   // Takes over a transfer that its last user let go of, and keeps both ends alive until it is done.
-  void abandon(std::shared_ptr<Transfer> transfer);
+  void abandon(std::shared_ptr<Transfer> transfer) noexcept;
   // Lets go of abandoned transfers that are done; the number that still hold their ends, be it in
   // another thread's call of this.
-  std::size_t reap();
+  std::size_t reap() noexcept;
+  // Whether any of these may yet let go: not those that are kept for ever.
+  bool expects() noexcept;
   const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
 
  private:
@@ -82,13 +88,18 @@ class CopyEngine {
   void issue_now(Transfer& transfer, TransferRequest& request, Lane& lane);
   void issue_late(const std::shared_ptr<Transfer>& transfer, TransferRequest request, Lane& lane,
                   const std::vector<EventPtr>& ready);
-  void end_failed(Transfer& transfer, Lane& lane, bool late);
+  void end_failed(Transfer& transfer, Lane& lane, bool late) noexcept;
+  static void drain(Transfer& transfer, StreamRef stream) noexcept;
+  static std::shared_ptr<Transfer> pop(std::shared_ptr<Transfer>& list) noexcept;
+  static void push(std::shared_ptr<Transfer>& list, std::shared_ptr<Transfer> item) noexcept;
+  void let_go_of_finished() noexcept;
   std::vector<EventPtr> record_ready(const TransferRequest& request);
 
   std::shared_ptr<Runtime> runtime_;
   std::mutex mutex_;
   std::map<std::pair<int, Direction>, std::unique_ptr<Lane>> lanes_;
-  std::vector<std::shared_ptr<Transfer>> abandoned_;
+  std::shared_ptr<Transfer> abandoned_;  // the first of a list: giving one up needs no memory
+  std::size_t abandoned_count_ = 0;
   std::size_t letting_go_ = 0;  // taken off the list, not destroyed yet
 };
 

@@ -11,15 +11,11 @@ namespace {
 
 constexpr Site site_use{"pool.record_use"};
 
-// An event that carries an error is done too: the work it stood for will not run any more.
-bool use_finished(Runtime& runtime, const EventPtr& event) {
-  try {
-    return runtime.event_query(*event);
-  } catch (const Error& error) {
-    return error.kind() != ErrorKind::sticky;
-  } catch (...) {
-    return true;
-  }
+// For `count` more. Grows as push_back does: reserve() alone would copy all of it every time.
+template <class Vector>
+void make_room(Vector& vector, std::size_t count) {
+  const std::size_t needed = vector.size() + count;
+  if (needed > vector.capacity()) vector.reserve(std::max(needed, 2 * vector.capacity()));
 }
 
 }  // namespace
@@ -40,7 +36,9 @@ void PinnedBlock::record_use(StreamRef stream) {
   pool_->runtime()->event_record(*event, stream, site_use);
   std::lock_guard lock(mutex_);
   if (uses_.size() >= 64) {
-    std::erase_if(uses_, [&](const EventPtr& use) { return use_finished(*pool_->runtime(), use); });
+    std::erase_if(uses_, [&](const EventPtr& use) {
+      return pool_->runtime()->event_state(*use) == EventState::passed;
+    });
   }
   uses_.push_back(std::move(event));
 }
@@ -54,10 +52,14 @@ PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
 PinnedPool::~PinnedPool() {
   // Blocks keep their pool, so none is live; what is retired may still be in use by a device.
   if (process::leaking()) return;
-  Freed freed;
-  collect_finished();
-  uncache(stats_.cached, freed);
-  give_to_system(freed);
+  try {
+    Freed freed;
+    collect_finished();
+    uncache(stats_.cached, freed);
+    give_to_system(freed);
+  } catch (...) {
+    // No memory for the lists: what is left stays reserved.
+  }
 }
 
 std::size_t PinnedPool::size_class(std::size_t bytes) {
@@ -95,17 +97,24 @@ void PinnedPool::set_limit(std::size_t limit) {
   stats_.limit = limit;
 }
 
-bool PinnedPool::finished(Retired& block) {
-  std::erase_if(block.uses, [&](const EventPtr& use) { return use_finished(*runtime_, use); });
+bool PinnedPool::finished(Retired& block) noexcept {
+  std::erase_if(block.uses, [&](const EventPtr& use) {
+    const EventState state = runtime_->event_state(*use);
+    if (state == EventState::lost) lost_ = true;
+    return state == EventState::passed;
+  });
   return block.uses.empty();
 }
 
 void PinnedPool::collect_finished() {
   for (auto& entry : retired_) {
     const std::size_t capacity = entry.first;
+    auto& cached = cached_[capacity];
+    // Nothing may throw once the first block has moved.
+    make_room(cached, entry.second.size());
     std::erase_if(entry.second, [&](Retired& block) {
       if (!finished(block)) return false;
-      cached_[capacity].push_back(block.data);
+      cached.push_back(block.data);
       stats_.in_flight -= capacity;
       stats_.cached += capacity;
       return true;
@@ -134,6 +143,9 @@ std::byte* PinnedPool::take_ready(std::size_t capacity) {
 
 void PinnedPool::uncache(std::size_t bytes, Freed& out) {
   std::size_t found = 0;
+  std::size_t count = 0;
+  for (auto& entry : cached_) count += entry.second.size();
+  make_room(out, count);  // as above
   for (auto size = cached_.rbegin(); size != cached_.rend() && found < bytes; ++size) {
     auto& [capacity, blocks] = *size;
     while (!blocks.empty() && found < bytes) {
@@ -202,6 +214,11 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
           cached_[size].push_back(data);
           stats_.cached += size;
           leaving_ -= size;
+        }
+        if (lost_) {
+          throw Error(ErrorKind::sticky,
+                      "the pinned pool waits for blocks in use by a device whose context is lost: "
+                      "restart the process");
         }
         return nullptr;
       }

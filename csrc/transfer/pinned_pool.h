@@ -75,7 +75,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   PinnedPool& operator=(const PinnedPool&) = delete;
 
   // A block of at least `bytes` (1 at least). Empty when one will do after blocks in flight have
-  // come home: call again. Throws PoolExhausted when only memory that users hold could help.
+  // come home: call again. Throws PoolExhausted when only memory that users hold could help, and
+  // Error(sticky) when it is in flight on a device whose context is lost.
   std::unique_ptr<PinnedBlock> try_allocate(std::size_t bytes);
 
   PoolStats stats();
@@ -106,7 +107,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   using Freed = std::vector<std::pair<std::byte*, std::size_t>>;
 
   void take_back(PinnedBlock& block) noexcept;
-  bool finished(Retired& block);                // mutex_ held
+  bool finished(Retired& block) noexcept;       // mutex_ held
   std::byte* take_ready(std::size_t capacity);  // mutex_ held: a block of this size, or null
   void collect_finished();                      // mutex_ held
   void uncache(std::size_t bytes, Freed& out);  // mutex_ held: at least `bytes`, if there are
@@ -118,6 +119,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::shared_ptr<Runtime> runtime_;
   mutable std::mutex mutex_;
   PoolStats stats_;
+  bool lost_ = false;        // some blocks will never come home: their device's context is gone
   std::size_t leaving_ = 0;  // counted in stats_.reserved until the system has them back
   std::map<std::size_t, std::vector<std::byte*>> cached_;  // by capacity
   std::map<std::size_t, std::deque<Retired>> retired_;     // by capacity, longest ago first

@@ -10,6 +10,7 @@ constexpr Site site_done{"transfer.done"};
 constexpr Site site_leaf{"transfer.leaf"};
 constexpr Site site_chunk{"transfer.chunk"};
 constexpr Site site_abandoned{"transfer.abandoned_after_current_streams"};
+constexpr Site site_failed{"transfer.outlives_failed_issue"};
 constexpr Site site_consumer{"transfer.consumer_waits"};
 
 }  // namespace
@@ -32,9 +33,21 @@ void Transfer::note_done() {
   done_.store(true, std::memory_order_release);
 }
 
+// What the copies of an open end failed with is not on their stream any more when the end is
+// recorded: they are asked by themselves.
+bool Transfer::whole() {
+  if (open_ended_ && !runtime_->event_query(*copied_)) return false;
+  return empty_ || runtime_->event_query(*end_);
+}
+
+bool Transfer::whole_for(std::chrono::nanoseconds timeout, Site site) {
+  if (open_ended_ && !runtime_->event_sync_for(*copied_, timeout, site)) return false;
+  return empty_ || runtime_->event_sync_for(*end_, timeout, site);
+}
+
 bool Transfer::done() {
   if (known_done()) return true;
-  if (!issued() || (!empty_ && !runtime_->event_query(*end_))) return false;
+  if (!issued() || !whole()) return false;
   note_done();
   return true;
 }
@@ -42,7 +55,7 @@ bool Transfer::done() {
 bool Transfer::sync_for(std::chrono::nanoseconds timeout, bool reads) {
   if (!known_done()) {
     if (!issued_for(timeout)) return false;
-    if (!empty_ && !runtime_->event_sync_for(*end_, timeout, site_done)) return false;
+    if (!whole_for(timeout, site_done)) return false;
     note_done();
   }
   if (!reads) return true;
@@ -50,33 +63,33 @@ bool Transfer::sync_for(std::chrono::nanoseconds timeout, bool reads) {
   return true;
 }
 
-const Event& Transfer::leaf_event(std::size_t leaf) const {
-  const std::size_t mark = plan_.last_mark.at(leaf);
-  return mark == ChunkPlan::no_mark || whole_only_ ? *end_ : *marks_[mark];
-}
-
 bool Transfer::leaf_done(std::size_t leaf) {
   if (known_done()) return true;
   if (!issued()) return false;
-  if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
-  return runtime_->event_query(leaf_event(leaf));
+  const std::size_t mark = plan_.last_mark.at(leaf);
+  if (mark == ChunkPlan::no_mark) return true;
+  return whole_only_ ? whole() : runtime_->event_query(*marks_[mark]);
 }
 
 bool Transfer::leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout) {
   if (known_done()) return true;
   if (!issued_for(timeout)) return false;
-  if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
-  return runtime_->event_sync_for(leaf_event(leaf), timeout, site_leaf);
+  const std::size_t mark = plan_.last_mark.at(leaf);
+  if (mark == ChunkPlan::no_mark) return true;
+  if (whole_only_) return whole_for(timeout, site_leaf);
+  return runtime_->event_sync_for(*marks_[mark], timeout, site_leaf);
 }
 
 bool Transfer::chunk_sync_for(std::size_t chunk, std::chrono::nanoseconds timeout) {
   if (known_done()) return true;
   if (!issued_for(timeout)) return false;
-  const Event& event = whole_only_ ? *end_ : *marks_[plan_.chunks.at(chunk).mark];
-  return runtime_->event_sync_for(event, timeout, site_chunk);
+  const std::size_t mark = plan_.chunks.at(chunk).mark;
+  if (whole_only_) return whole_for(timeout, site_chunk);
+  return runtime_->event_sync_for(*marks_[mark], timeout, site_chunk);
 }
 
 void Transfer::stream_wait(StreamRef stream) {
+  if (open_ended_) runtime_->stream_wait(stream, *copied_, site_consumer);
   if (!empty_) runtime_->stream_wait(stream, *end_, site_consumer);
 }
 
@@ -104,23 +117,46 @@ void Transfer::also_after(StreamRef stream) {
   also_after_.push_back(std::move(event));
 }
 
-bool Transfer::over() noexcept {
-  if (kept_for_ever_) return false;
-  // What failed is over too, but the rest must still be asked. With the context lost there is no
-  // telling what the device does.
-  const auto passed = [](auto&& ask) {
-    try {
-      return ask();
-    } catch (const Error& error) {
-      return error.kind() != ErrorKind::sticky;
-    } catch (...) {
-      return true;
+void Transfer::outlive(StreamRef stream) noexcept {
+  owed_[owed_count_++] = stream;
+  record_owed();
+}
+
+// What cannot be recorded now is tried again, and stands for more then: never too early.
+bool Transfer::record_owed() noexcept {
+  try {
+    for (; owed_count_ > 0; --owed_count_) {
+      const StreamRef stream = owed_[owed_count_ - 1];
+      EventPtr event = runtime_->event_create(stream.device);
+      also_after_.reserve(also_after_.size() + owed_count_);
+      runtime_->event_record(*event, stream, site_failed);
+      also_after_.push_back(std::move(event));
     }
-  };
-  for (const EventPtr& event : also_after_) {
-    if (!passed([&] { return runtime_->event_query(*event); })) return false;
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::sticky) keep_for_ever();
+  } catch (...) {
   }
-  return passed([&] { return done(); });
+  return owed_count_ == 0;
+}
+
+bool Transfer::passed(const EventPtr& event) noexcept {
+  if (!event) return true;
+  const EventState state = runtime_->event_state(*event);
+  if (state == EventState::lost) keep_for_ever();
+  return state == EventState::passed;
+}
+
+bool Transfer::ended() noexcept {
+  // Asked last: the worker that issues it may have found so just now.
+  return (known_done() || (passed(issued_) && passed(end_))) && !kept_for_ever_;
+}
+
+bool Transfer::over() noexcept {
+  if (kept_for_ever_ || !record_owed()) return false;
+  for (const EventPtr& event : also_after_) {
+    if (!passed(event)) return false;
+  }
+  return ended();
 }
 
 void Transfer::release_source() {

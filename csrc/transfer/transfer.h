@@ -1,6 +1,7 @@
 // The state of one transfer: what keeps its memory alive, and the events that say how far it is.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -69,15 +70,23 @@ class Transfer {
 
   // For an abandoned transfer: both ends also live until `stream` has passed what it has by now.
   void also_after(StreamRef stream);
+  // The same of a stream of the engine's, for a transfer whose issue failed; two at most.
+  void outlive(StreamRef stream) noexcept;
   // Never lets go: there is no telling what still uses the ends.
   void keep_for_ever() noexcept { kept_for_ever_ = true; }
-  // done(), and everything of also_after() too. What the work failed with is not thrown.
+  bool kept_for_ever() const noexcept { return kept_for_ever_; }
+  // All that was enqueued for it is known to have ended, well or not.
+  bool ended() noexcept;
+  // For an abandoned transfer: that, and the streams of also_after() and outlive() have got there.
   bool over() noexcept;
 
  private:
   friend class CopyEngine;
 
-  const Event& leaf_event(std::size_t leaf) const;
+  bool whole();
+  bool whole_for(std::chrono::nanoseconds timeout, Site site);
+  bool record_owed() noexcept;
+  bool passed(const EventPtr& event) noexcept;
   bool known_done() const;
   void note_done();
 
@@ -92,11 +101,15 @@ class Transfer {
   EventPtr end_;                 // after everything: copied_, or the last step's
   bool empty_ = false;           // nothing was enqueued
   bool waits_on_host_ = false;
+  bool open_ended_ = false;
   bool whole_only_ = false;  // a last step follows the copies: no leaf is ready before end_
   std::atomic<bool> done_{false};
   std::atomic<bool> kept_for_ever_{false};
   std::vector<EventPtr> also_after_;
-  std::mutex mutex_;  // guards the two below
+  std::array<StreamRef, 2> owed_;  // of outlive(): not recorded yet
+  std::size_t owed_count_ = 0;
+  std::shared_ptr<Transfer> next_;  // in the engine's list, guarded by its lock
+  std::mutex mutex_;                // guards the two below
   std::shared_ptr<void> source_;
   std::shared_ptr<void> destination_;
 };

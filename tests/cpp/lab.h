@@ -13,7 +13,7 @@
 
 #include "check.h"
 #include "check/checked_runtime.h"
-#include "proxy_runtime.h"
+#include "runtime/proxy_runtime.h"
 #include "sim/runtime_sim.h"
 
 namespace streamlap::testing {

@@ -1,4 +1,4 @@
-// A Runtime that forwards to another one: what tests derive from to count, refuse and fail calls.
+// A Runtime that forwards to another one: what those derive from that count, refuse or fail calls.
 #pragma once
 
 #include <memory>
@@ -6,7 +6,7 @@
 
 #include "runtime/runtime.h"
 
-namespace streamlap::testing {
+namespace streamlap {
 
 class ProxyRuntime : public Runtime {
  public:
@@ -55,6 +55,9 @@ class ProxyRuntime : public Runtime {
     inner_->event_record(event, stream, site);
   }
   bool event_query(const Event& event) override { return inner_->event_query(event); }
+  EventState event_state(const Event& event) noexcept override {
+    return inner_->event_state(event);
+  }
   bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override {
     return inner_->event_sync_for(event, timeout, site);
   }
@@ -89,4 +92,4 @@ class ProxyRuntime : public Runtime {
   std::shared_ptr<Runtime> inner_;
 };
 
-}  // namespace streamlap::testing
+}  // namespace streamlap
