@@ -174,7 +174,7 @@ void bind_runtime(py::module_& module) {
            [](const PyEvent& self) {
              GilRelease released;
              self.runtime->poll();
-             return self.runtime->event_query(*self.event);
+             return self.runtime->event_query(*self.event, site_python);
            })
       .def(
           "synchronize",

@@ -256,7 +256,7 @@ void CudaRuntime::event_record(Event& event, StreamRef stream, Site) {
   target.set(std::move(recording));
 }
 
-bool CudaRuntime::event_query(const Event& event) {
+bool CudaRuntime::event_query(const Event& event, Site) {
   RecordingPtr recording = cuda_event(event).last();
   return !recording || recording->done();
 }

@@ -604,7 +604,7 @@ std::string SimRuntime::deadlock_report(const std::string& who) const {
   return text.str();
 }
 
-bool SimRuntime::event_query(const Event& event) {
+bool SimRuntime::event_query(const Event& event, Site) {
   MarkPtr mark = mark_of(event);
   if (!mark) return true;
   Lock lock(mutex_);

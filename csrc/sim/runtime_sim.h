@@ -83,7 +83,7 @@ class SimRuntime final : public Runtime {
 
   EventPtr event_create(int device, bool timed) override;
   void event_record(Event& event, StreamRef stream, Site site) override;
-  bool event_query(const Event& event) override;
+  bool event_query(const Event& event, Site site) override;
   bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override;
   double event_elapsed(const Event& begin, const Event& end) override;
   double event_time(const Event& event) override;

@@ -1,6 +1,7 @@
 #include "transfer/copy_engine.h"
 
 #include "base/process.h"
+#include "runtime/order_lock.h"
 
 namespace streamlap {
 namespace {
@@ -18,6 +19,20 @@ constexpr Site site_failed_after{"engine.failed_finish_after_copies"};
 constexpr Site site_failed_host{"engine.record_failed_finish"};
 constexpr Site site_failed_late{"engine.record_failed_issued"};
 constexpr Site site_finish_after{"engine.finish_after_copies"};
+constexpr Site site_keep_source{"engine.keep_source"};
+constexpr Site site_keep_destination{"engine.keep_destination"};
+constexpr Site site_keep_unknown{"engine.keep_what_has_no_end"};
+constexpr Site site_keep_failed{"engine.keep_failed_issue"};
+constexpr Site site_keep_abandoned{"engine.keep_abandoned"};
+constexpr Site site_over{"engine.let_go_when_over"};
+constexpr Site site_letting_go{"engine.count_letting_go"};
+constexpr Site site_lock_lanes{"engine.lock_lanes"};
+constexpr Site site_lock_order{"engine.lock_order"};
+constexpr Site site_lock_abandon{"engine.lock_abandon"};
+constexpr Site site_lock_reap{"engine.lock_reap"};
+constexpr Site site_lock_reaped{"engine.lock_reaped"};
+
+using Keep = std::shared_ptr<void>;
 
 ChunkPlan plan_for(const TransferRequest& request) {
   std::vector<LeafExtent> leaves;
@@ -32,7 +47,7 @@ ChunkPlan plan_for(const TransferRequest& request) {
 }  // namespace
 
 CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_lanes);
   auto& slot = lanes_[{device, direction}];
   if (!slot) {
     auto made = std::make_unique<Lane>();
@@ -68,8 +83,9 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
                 "a transfer has a host stream that issues it, a last step or an open end: one of "
                 "them at most");
   }
-  auto transfer = std::make_shared<Transfer>(runtime_, plan_for(request), request.keep_source,
-                                             request.keep_destination);
+  auto transfer = std::make_shared<Transfer>(
+      runtime_, plan_for(request), dropped(site_keep_source) ? Keep() : request.keep_source,
+      dropped(site_keep_destination) ? Keep() : request.keep_destination);
   if (transfer->plan_.chunks.empty() && !request.finish && !request.open_ended) {
     transfer->empty_ = true;
     return transfer;
@@ -94,7 +110,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
 
   const std::vector<EventPtr> ready = record_ready(request);
   if (request.traced) transfer->ready_ = ready;
-  std::lock_guard order(lane.order);
+  OrderLock order(*runtime_, lane.order, site_lock_order);
   const bool late = request.from_host_stream;
   try {
     if (late) {
@@ -108,9 +124,9 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     try {
       end_failed(*transfer, lane, late);
     } catch (...) {
-      transfer->keep_for_ever();
+      if (!dropped(site_keep_unknown)) transfer->keep_for_ever();
     }
-    abandon(transfer);
+    if (!dropped(site_keep_failed)) abandon(transfer);
     throw;
   }
   return transfer;
@@ -191,25 +207,26 @@ void CopyEngine::complete(Transfer& transfer, StreamRef copy_stream) {
 }
 
 void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) {
-  std::lock_guard lock(mutex_);
+  if (dropped(site_keep_abandoned)) return;
+  OrderLock lock(*runtime_, mutex_, site_lock_abandon);
   abandoned_.push_back(std::move(transfer));
 }
 
 std::size_t CopyEngine::reap() {
   std::vector<std::shared_ptr<Transfer>> finished;  // dies without the lock: it runs arbitrary code
   {
-    std::lock_guard lock(mutex_);
+    OrderLock lock(*runtime_, mutex_, site_lock_reap);
     std::erase_if(abandoned_, [&](std::shared_ptr<Transfer>& transfer) {
-      if (!transfer->over()) return false;
+      if (!dropped(site_over) && !transfer->over()) return false;
       finished.push_back(std::move(transfer));
       return true;
     });
-    letting_go_ += finished.size();
+    if (!dropped(site_letting_go)) letting_go_ += finished.size();
   }
   const std::size_t gone = finished.size();
   finished.clear();
-  std::lock_guard lock(mutex_);
-  letting_go_ -= gone;
+  OrderLock lock(*runtime_, mutex_, site_lock_reaped);
+  if (!dropped(site_letting_go)) letting_go_ -= gone;
   return abandoned_.size() + letting_go_;
 }
 

@@ -2,19 +2,32 @@
 
 #include <limits>
 
+#include "runtime/order_lock.h"
+
 namespace streamlap {
 namespace {
 
 constexpr Site site_issued{"transfer.issued"};
+constexpr Site site_ask_issued{"transfer.ask_issued"};
 constexpr Site site_done{"transfer.done"};
+constexpr Site site_ask_done{"transfer.ask_done"};
+constexpr Site site_note_done{"transfer.note_done"};
+constexpr Site site_known_done{"transfer.known_done"};
 constexpr Site site_leaf{"transfer.leaf"};
+constexpr Site site_ask_leaf{"transfer.ask_leaf"};
 constexpr Site site_chunk{"transfer.chunk"};
 constexpr Site site_abandoned{"transfer.abandoned_after_current_streams"};
+constexpr Site site_ask_abandoned{"transfer.ask_abandoned"};
+constexpr Site site_kept_for_ever{"transfer.kept_for_ever"};
 constexpr Site site_consumer{"transfer.consumer_waits"};
+constexpr Site site_release_source{"transfer.release_source"};
+constexpr Site site_release_all{"transfer.release_all"};
+constexpr Site site_lock_source{"transfer.lock_release_source"};
+constexpr Site site_lock_all{"transfer.lock_release_all"};
 
 }  // namespace
 
-bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_); }
+bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_, site_ask_issued); }
 
 bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
   return !issued_ || runtime_->event_sync_for(*issued_, timeout, site_issued);
@@ -23,18 +36,18 @@ bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
 // Who is told that it is done knows what those knew who saw it.
 bool Transfer::known_done() const {
   if (!done_.load(std::memory_order_acquire)) return false;
-  runtime_->lock_acquired(&done_);
+  runtime_->lock_acquired(&done_, site_known_done);
   return true;
 }
 
 void Transfer::note_done() {
-  runtime_->lock_released(&done_);
+  runtime_->lock_released(&done_, site_note_done);
   done_.store(true, std::memory_order_release);
 }
 
 bool Transfer::done() {
   if (known_done()) return true;
-  if (!issued() || (!empty_ && !runtime_->event_query(*end_))) return false;
+  if (!issued() || (!empty_ && !runtime_->event_query(*end_, site_ask_done))) return false;
   note_done();
   return true;
 }
@@ -59,7 +72,7 @@ bool Transfer::leaf_done(std::size_t leaf) {
   if (known_done()) return true;
   if (!issued()) return false;
   if (empty_ || plan_.last_mark.at(leaf) == ChunkPlan::no_mark) return true;
-  return runtime_->event_query(leaf_event(leaf));
+  return runtime_->event_query(leaf_event(leaf), site_ask_leaf);
 }
 
 bool Transfer::leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout) {
@@ -105,7 +118,7 @@ void Transfer::also_after(StreamRef stream) {
 }
 
 bool Transfer::over() noexcept {
-  if (kept_for_ever_) return false;
+  if (kept_for_ever_ && !dropped(site_kept_for_ever)) return false;
   // What failed is over too, but the rest must still be asked. With the context lost there is no
   // telling what the device does.
   const auto passed = [](auto&& ask) {
@@ -118,21 +131,23 @@ bool Transfer::over() noexcept {
     }
   };
   for (const EventPtr& event : also_after_) {
-    if (!passed([&] { return runtime_->event_query(*event); })) return false;
+    if (!passed([&] { return runtime_->event_query(*event, site_ask_abandoned); })) return false;
   }
   return passed([&] { return done(); });
 }
 
 void Transfer::release_source() {
+  if (dropped(site_release_source)) return;
   std::shared_ptr<void> source;  // dies after the lock is let go: it may run arbitrary code
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_source);
   source.swap(source_);
 }
 
 void Transfer::release_all() {
+  if (dropped(site_release_all)) return;
   std::shared_ptr<void> source;
   std::shared_ptr<void> destination;
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_all);
   source.swap(source_);
   destination.swap(destination_);
 }
