@@ -256,12 +256,12 @@ void CudaRuntime::event_record(Event& event, StreamRef stream, Site) {
   target.set(std::move(recording));
 }
 
-bool CudaRuntime::event_query(const Event& event) {
+bool CudaRuntime::event_query(const Event& event, Site) {
   RecordingPtr recording = cuda_event(event).last();
   return !recording || recording->done();
 }
 
-EventState CudaRuntime::event_state(const Event& event) noexcept {
+EventState CudaRuntime::event_state(const Event& event, Site) noexcept {
   RecordingPtr recording = cuda_event(event).last();
   if (!recording) return EventState::passed;
   if (const CompletionPtr& completion = recording->completion()) {

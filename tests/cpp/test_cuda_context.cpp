@@ -81,7 +81,7 @@ void use_everything(Runtime& runtime, int device, const std::function<void(const
   after("launch");
   runtime.stream_wait(stream, *begin, here);
   after("stream_wait");
-  runtime.event_query(*end);
+  runtime.event_query(*end, here);
   after("event_query");
   runtime.event_sync_for(*end, 1ms, here);
   after("event_sync_for");
