@@ -33,7 +33,7 @@ HOST_FOLDERS = ("base", "check", "host", "runtime", "transfer")
 CUDA_FOLDERS = ("cuda",)
 PROGRAMS = ("test_order_checker", "test_locks", "test_pinned_pool", "test_copy_engine")
 PROGRAMS += ("test_worker", "test_runtime_contract", "test_cuda_order", "test_cuda_context")
-HANG = 8.0
+HANG = {"host": 8.0, "cuda": 30.0}
 """Seconds after which a program has noticed: with the site it ends in far less."""
 
 
@@ -62,7 +62,7 @@ def sites(folders: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
-def run(tree: Path, program: str, tests: str, site: str | None, limit: float = HANG) -> Ran:
+def run(tree: Path, program: str, tests: str, site: str | None, limit: float) -> Ran:
     """Run tests of a program, without one site's calls if one is given."""
     environment = dict(os.environ)
     environment.pop("STREAMLAP_WITHOUT_SITE", None)
@@ -94,10 +94,10 @@ def run(tree: Path, program: str, tests: str, site: str | None, limit: float = H
     )
 
 
-def judge(tree: Path, site: str, killer: str) -> tuple[bool, str]:
+def judge(tree: Path, site: str, killer: str, limit: float) -> tuple[bool, str]:
     """Run one mutant against its recorded killer."""
     program, _, test = killer.partition("/")
-    ran = run(tree, program, test, site)
+    ran = run(tree, program, test, site, limit)
     how = ran.end if ran.end else "fails"
     return ran.noticed(test), f"killed by {killer}" + (f" ({how})" if ran.end else "")
 
@@ -158,7 +158,7 @@ def main() -> int:
     def one(name: str) -> tuple[str, bool, str]:
         if name in equivalent:
             return name, True, f"equivalent: {equivalent[name]}"
-        killed, text = judge(tree, name, killers[name]) if name in killers else (False, "")
+        killed, text = judge(tree, name, killers[name], HANG[kind]) if name in killers else (False, "")
         if killed:
             return name, True, text
         if not given.record:

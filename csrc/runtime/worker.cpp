@@ -2,6 +2,8 @@
 
 #include <cxxabi.h>
 
+#include <algorithm>
+
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/site.h"
@@ -145,7 +147,7 @@ void Worker::run(const std::shared_ptr<State>& state) {
     state->busy = false;
     state->changed.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
     if (state->queue.empty()) return;
-    if (dropped(site_in_order)) std::swap(state->queue.front(), state->queue.back());
+    if (dropped(site_in_order)) std::reverse(state->queue.begin(), state->queue.end());
     Item item = std::move(state->queue.front());
     state->queue.pop_front();
     // Whoever sees a record done may ask whether the worker is idle, at once: a record is no work.
