@@ -57,7 +57,7 @@ def _start_copy(
         keep_source=(product, x),  # a caller's x may be another stream's memory
         keep_destination=dst,
     )
-    if place.runtime.checked:
+    if place.checked:
         place.runtime.declare(stream, product.data_ptr(), nbytes, True)
     if not observe.watched():
         return submit(timed=timed), dst
