@@ -58,8 +58,40 @@ PoolRegistry& registry() {
   return *made;
 }
 
+// Pools that nobody has any more, but for blocks whose last use is not done: a device may still be
+// at them. Looked at whenever a pool is made or let go.
+struct Lingering {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<PinnedPool>> pools;
+};
+
+Lingering& lingering() {
+  static auto* made = new Lingering();
+  return *made;
+}
+
+void let_go(std::unique_ptr<PinnedPool> pool) {
+  if (process::leaking()) {
+    static_cast<void>(pool.release());
+    return;
+  }
+  std::optional<GilRelease> released;  // to give page-locked memory back can wait for a device
+  if (PyGILState_Check() != 0 && !interpreter_ending()) released.emplace();
+  std::vector<std::unique_ptr<PinnedPool>> over;
+  std::lock_guard lock(lingering().mutex);
+  std::vector<std::unique_ptr<PinnedPool>>& pools = lingering().pools;
+  if (pool) pools.push_back(std::move(pool));
+  for (auto& one : pools) {
+    if (one->stats().in_flight == 0) over.push_back(std::move(one));
+  }
+  std::erase(pools, nullptr);
+}
+
 std::shared_ptr<PinnedPool> make_pool(const std::shared_ptr<Runtime>& runtime, std::size_t limit) {
-  auto pool = std::make_shared<PinnedPool>(runtime, limit);
+  let_go(nullptr);
+  std::shared_ptr<PinnedPool> pool(new PinnedPool(runtime, limit), [](PinnedPool* last) {
+    let_go(std::unique_ptr<PinnedPool>(last));
+  });
   std::lock_guard lock(registry().mutex);
   std::erase_if(registry().pools, [](const auto& other) { return other.expired(); });
   registry().pools.push_back(pool);

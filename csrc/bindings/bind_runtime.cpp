@@ -110,6 +110,7 @@ bool shutdown(double timeout) {
     do {
       idle = true;
       for (Runtime* runtime : runtimes) idle = idle && is_idle(*runtime);
+      idle = idle && handed_out_idle();
       if (!idle) std::this_thread::sleep_for(std::chrono::microseconds(200));
     } while (!idle && steady_seconds() < deadline);
   }
@@ -258,9 +259,7 @@ void bind_runtime(py::module_& module) {
              return self.idle();
            })
       .def("now", &Runtime::now)
-      .def_property_readonly(
-          "checked",
-          [](Runtime& self) { return dynamic_cast<order::CheckedRuntime*>(&self) != nullptr; })
+      .def_property_readonly("checked", &Runtime::checked)
       .def("accesses",
            [](Runtime& self) {
              auto* checked = dynamic_cast<order::CheckedRuntime*>(&self);
@@ -282,9 +281,9 @@ void bind_runtime(py::module_& module) {
 
   // One that is checked is its own; what it wraps is used by nobody else.
   module.def("checked", [](const std::shared_ptr<Runtime>& runtime) {
-    return std::static_pointer_cast<Runtime>(std::make_shared<order::CheckedRuntime>(runtime));
+    return hand_out(std::make_shared<order::CheckedRuntime>(runtime));
   });
-  module.def("new_host_runtime", &make_host_runtime);
+  module.def("new_host_runtime", [] { return hand_out(make_host_runtime()); });
   module.def("host_runtime", [] { return host_runtime_slot(); });
   module.def("cuda_runtime", &cuda_runtime);
   module.def("cuda_probe", &probe);

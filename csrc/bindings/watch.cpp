@@ -29,24 +29,32 @@ void Watch::post(SharedObject token) {
 }
 
 bool Watch::holding() {
-  std::vector<CopyEngine*> engines;
+  std::vector<Kept> engines;
   {
     std::lock_guard lock(mutex_);
     engines = engines_;
   }
-  for (CopyEngine* engine : engines) {
-    if (engine->expects()) return true;
+  for (const Kept& kept : engines) {
+    if (kept.engine->expects()) return true;
   }
   std::lock_guard lock(mutex_);
   return dropping_ || !dropped_.empty();
 }
 
-void Watch::abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer) {
-  engine.abandon(std::move(transfer));
+void Watch::abandon(const std::shared_ptr<CopyEngine>& engine, std::shared_ptr<Transfer> transfer) {
+  engine->abandon(std::move(transfer));
+  look_after(engine);
+}
+
+void Watch::look_after(const std::shared_ptr<CopyEngine>& engine) {
   {
     std::lock_guard lock(mutex_);
-    if (std::find(engines_.begin(), engines_.end(), &engine) == engines_.end()) {
-      engines_.push_back(&engine);
+    auto known = std::find_if(engines_.begin(), engines_.end(),
+                              [&](const Kept& kept) { return kept.engine == engine; });
+    if (known == engines_.end()) {
+      engines_.push_back({engine});
+    } else {
+      known->fresh = true;
     }
     abandoned_ = true;
   }
@@ -72,18 +80,24 @@ void Watch::stop() noexcept {
 }
 
 bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& dropped) {
-  std::vector<CopyEngine*> engines;
+  std::vector<Kept> engines;
   std::vector<Watched> watched;
   bool stop = false;
   {
     std::lock_guard lock(mutex_);
+    for (Kept& kept : engines_) kept.fresh = false;
     engines = engines_;
     watched.swap(watched_);
     abandoned_ = false;
     stop = stopped_;
   }
   std::size_t in_flight = 0;
-  for (CopyEngine* engine : engines) in_flight += engine->reap();
+  std::vector<CopyEngine*> settled;
+  for (const Kept& kept : engines) {
+    const std::size_t left = kept.engine->reap();
+    in_flight += left;
+    if (left == 0) settled.push_back(kept.engine.get());
+  }
   std::erase_if(watched, [&](Watched& item) {
     bool over = true;
     try {
@@ -97,6 +111,11 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
   std::lock_guard lock(mutex_);
   for (Watched& item : watched) watched_.push_back(std::move(item));
   in_flight_ = in_flight > 0;
+  // `engines` lets go of them later, without the lock.
+  std::erase_if(engines_, [&](const Kept& kept) {
+    return !kept.fresh &&
+           std::find(settled.begin(), settled.end(), kept.engine.get()) != settled.end();
+  });
   dropped.swap(dropped_);
   dropping_ = !dropped.empty();
   for (SharedObject& token : posted_) tokens.push_back(std::move(token));

@@ -51,6 +51,7 @@ class CheckedRuntime final : public Runtime {
   double now() const override { return inner_->now(); }
   bool idle() override { return inner_->idle(); }
 
+  bool checked() const noexcept override { return true; }
   void taken(void* pointer, std::size_t bytes) override;
   void host_reads(const void* pointer, std::size_t bytes) override;
   void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override;

@@ -75,6 +75,7 @@ class ProxyRuntime : public Runtime {
     before("launch");
     inner_->launch(std::move(task), stream);
   }
+  bool checked() const noexcept override { return inner_->checked(); }
   void taken(void* pointer, std::size_t bytes) override { inner_->taken(pointer, bytes); }
   void host_reads(const void* pointer, std::size_t bytes) override {
     inner_->host_reads(pointer, bytes);

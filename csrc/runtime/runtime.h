@@ -136,6 +136,8 @@ class Runtime {
   // Runs a callable in order with the stream's work. CUDA: on streams of kind host only.
   virtual void launch(std::function<void()> task, StreamRef stream) = 0;
 
+  // True when a checker looks on and wants to be told what the calls above do not say.
+  virtual bool checked() const noexcept { return false; }
   // What a checker is told beside the calls above; nothing by default.
   // Pool memory is handed to somebody new: everybody before must be done with it.
   virtual void taken(void* /*pointer*/, std::size_t /*bytes*/) {}

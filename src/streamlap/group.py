@@ -13,8 +13,9 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree
 from streamlap.batch import Part
 from streamlap.checks import as_callable, as_seconds
-from streamlap.devices import StreamLike, help_simulations
+from streamlap.devices import StreamLike
 from streamlap.errors import InvalidArgument, TransferTimeout
+from streamlap.serving import help_simulations
 from streamlap.transfer import Transfer
 from streamlap.watch import require_alive, run_callback
 

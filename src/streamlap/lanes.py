@@ -21,7 +21,6 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
-    compute_stream,
     require_no_capture,
     streams_in_use,
 )
@@ -268,7 +267,7 @@ class HostLane(Lane):
         self.slots = [Slot() for _ in range(n)]
         self._started = False
         self._modes = modes
-        self._compute = compute_stream(job.place)
+        self._compute = job.place.compute_stream()
 
     def start(self) -> None:
         if self.slots:

@@ -15,14 +15,12 @@ from streamlap.devices import (
     StreamLike,
     as_stream,
     cuda_place,
-    cuda_reason,
     cuda_runtime,
-    host_runtime,
     parse_device,
     place_of,
-    simulation,
 )
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
+from streamlap.serving import current
 from streamlap.sizes import default_pinned_limit, parse_size
 
 
@@ -55,17 +53,24 @@ class PinnedPool:
             )
         self._lock = threading.Lock()
         self._native: _native.Pool | None = None
+        self._runtime: _native.Runtime | None = None  # None: whose serves at the first use
 
-    def _runtime(self) -> _native.Runtime:
-        return cuda_runtime() if torch.cuda.is_available() and not cuda_reason() else host_runtime()
+    @classmethod
+    def _of(cls, runtime: _native.Runtime) -> PinnedPool:
+        """Return a pool of one runtime's memory."""
+        made = cls()
+        made._runtime = runtime
+        return made
 
     def _pool(self) -> _native.Pool:
         _native.require_usable()
         if self._native is None:
+            runtime = self._runtime or current.get().pool._runtime
+            assert runtime is not None
             with self._lock:
                 if self._native is None:
                     limit = self._given if self._given is not None else default_pinned_limit()
-                    self._native = _native.Pool(self._runtime(), limit)
+                    self._native = _native.Pool(runtime, limit)
         return self._native
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -156,7 +161,7 @@ class PinnedPool:
 
     def trim(self) -> int:
         """Give cached memory back to the system; return the bytes given back."""
-        return self._pool().trim()
+        return 0 if self._native is None else self._native.trim()
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -165,33 +170,9 @@ class PinnedPool:
         return f"PinnedPool(limit={stats['limit']}, live={stats['live']}, cached={stats['cached']})"
 
 
-class _RuntimePool(PinnedPool):
-    """The pool that serves one runtime by default."""
-
-    def __init__(self, cuda: bool) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def _runtime(self) -> _native.Runtime:
-        return cuda_runtime() if self._cuda else host_runtime()
-
-
-_cuda_pool = _RuntimePool(cuda=True)
-_host_pool = _RuntimePool(cuda=False)
-
-
 def pool_for(place: Place) -> PinnedPool:
     """Return the default pool for results of ``place``."""
-    if place.simulation is not None:
-        return place.simulation.pool_of(place)
-    return _cuda_pool if place.is_cuda else _host_pool
-
-
-def _default_pool() -> PinnedPool:
-    serving = simulation.get()
-    if serving is not None:
-        return serving.pool_of(serving.place(0))
-    return _cuda_pool if torch.cuda.is_available() and not cuda_reason() else _host_pool
+    return place.pool
 
 
 def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -232,7 +213,7 @@ def empty_pinned(
     tensor and let go of the block elsewhere. Thread-safe.
     """
     watch.enter()
-    return (as_pool(pool) or _default_pool()).empty(shape, dtype)
+    return (as_pool(pool) or current.get().pool).empty(shape, dtype)
 
 
 def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
@@ -280,5 +261,5 @@ def pool_stats(device: str | int | torch.device | None = None) -> dict[str, int]
     Thread-safe.
     """
     if device is None:
-        return _default_pool().stats()
+        return current.get().pool.stats()
     return pool_for(place_of(parse_device(device))).stats()

@@ -58,7 +58,7 @@ def _start_copy(
         keep_source=(product, x),  # site: product.keep_source
         keep_destination=dst,  # site: product.keep_destination
     )
-    if place.runtime.checked:
+    if place.checked:
         place.runtime.declare(stream, product.data_ptr(), nbytes, True)
     if not observe.watched():
         return submit(timed=timed), dst

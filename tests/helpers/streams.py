@@ -9,7 +9,8 @@ import torch
 
 import streamlap
 from streamlap import _native
-from streamlap.devices import help_simulations, place_of, simulation
+from streamlap.devices import place_of
+from streamlap.serving import current, help_simulations
 
 PATIENCE = 20.0
 """Seconds that something right may take at most; only a failing test waits so long."""
@@ -103,7 +104,7 @@ class Side:
 
 def side(where: str, role: str) -> Side:
     """The stream of that role; one for all tests, idle between them."""
-    return _side(where, role, simulation.get())
+    return _side(where, role, current.get())
 
 
 @functools.cache
