@@ -51,11 +51,12 @@ gpu: ## on a machine with a GPU: build, C++ and GPU tests, mutants, memcheck, de
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) setup.py -q ctest
-	$(PYTHON) setup.py -q mutants
-	$(PYTHON) tests/mutants.py --cuda
 	$(PYTHON) -m pytest tests -m gpu --require-gpu -q $(PYTEST_ARGS)
 	$(PYTHON) tests/gpu_memcheck.py --under
 	$(PYTHON) -m streamlap demo
+	$(PYTHON) setup.py -q mutants
+	$(PYTHON) tests/mutants.py --cuda
+	$(PYTHON) tests/python_mutants.py --cuda
 
 build: $(READY) ## build the module in place (STREAMLAP_CUDA=AUTO|ON|OFF)
 	$(PY) setup.py -q build_ext --inplace

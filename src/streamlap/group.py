@@ -67,7 +67,7 @@ class Slot:
         if self.filled:
             return True
         with observe.waiting("compute"):
-            return self._settle(timeout)
+            return self._settle(timeout)  # site: group.settle
 
     def _settle(self, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -86,7 +86,7 @@ class Slot:
 
     def get(self, timeout: float | None = None) -> Transfer:
         """Wait for the item to be issued and return its transfer; raise what stopped it."""
-        if not self.settle(timeout):
+        if not self.settle(timeout):  # site: group.get_settles
             raise TransferTimeout(f"an item was not computed within {timeout} s")
         with self._changed:
             if self._error is not None:

@@ -233,7 +233,8 @@ class InlineLane(Lane):
         transfer._wait_done()  # site: lanes.make_room
 
     def all_issued(self) -> None:
-        self._last_reads = [stream.record() for stream in self._users(None)]  # site: lanes.record_last_reads
+        users = self._users(None)
+        self._last_reads = [user.record() for user in users]  # site: lanes.record_last_reads
 
     def read_source(self, stream: StreamLike) -> None:
         for writer in self._users(stream):
