@@ -7,7 +7,7 @@ from streamlap.devices import MAX_LOGICAL, Place, cuda_runtime
 from streamlap.pinned import PinnedPool
 
 
-class _OwnPool(PinnedPool):
+class OwnPool(PinnedPool):
     """The pool of one runtime that serves a block."""
 
     def __init__(self, runtime: _native.Runtime) -> None:
@@ -36,7 +36,7 @@ class Simulation:
         )
         self._runtime = _native.checked(self._simulated)
         self._places: dict[int, Place] = {}
-        self.pool: PinnedPool = _OwnPool(self._runtime)
+        self.pool: PinnedPool = OwnPool(self._runtime)
 
     def now(self) -> float:
         """Return the seconds on the virtual clock."""
@@ -87,7 +87,7 @@ class Checked:
     def pool_of(self, place: Place) -> PinnedPool:
         """Return the pool for results of ``place``."""
         if place.is_cuda not in self._pools:
-            self._pools[place.is_cuda] = _OwnPool(place.runtime)
+            self._pools[place.is_cuda] = OwnPool(place.runtime)
         return self._pools[place.is_cuda]
 
     @property
