@@ -47,10 +47,12 @@ soak: build ## exit, interrupt and thread tests again and again (MINUTES=10, els
 gpu: export STREAMLAP_CUDA := ON
 gpu: export STREAMLAP_REQUIRE_GPU := 1
 gpu: export CMAKE_CUDA_ARCHITECTURES ?= 90
-gpu: ## on a machine with a GPU: build, C++ and GPU tests, memcheck, demo, in the given PYTHON
+gpu: ## on a machine with a GPU: build, C++ and GPU tests, mutants, memcheck, demo, in the given PYTHON
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) setup.py -q ctest
+	$(PYTHON) setup.py -q mutants
+	$(PYTHON) tests/mutants.py --cuda
 	$(PYTHON) -m pytest tests -m gpu --require-gpu -q $(PYTEST_ARGS)
 	$(PYTHON) tests/gpu_memcheck.py --under
 	$(PYTHON) -m streamlap demo
@@ -83,10 +85,12 @@ format: $(READY) ## rewrite the sources in the project's format
 cpp-test: $(READY) ## C++ tests, with CUDA as asked and without, and the mutation gate
 	$(PY) setup.py -q ctest
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q ctest
+	STREAMLAP_CUDA=OFF $(PY) setup.py -q mutants
 	$(PY) tests/mutants.py
 
-py-test: build build-host ## Python tests, and that the module without CUDA loads
+py-test: build build-host ## Python tests, their mutation gate, and that the module without CUDA loads
 	PYTHONPATH=$(HOST) $(PY) -c 'from streamlap import _native as n; assert "$(HOST)" in n.__file__ and n.cuda_reason()'
+	$(PY) tests/python_mutants.py
 	$(PY) -m pytest -q -rs $(PYTEST_ARGS)
 
 wheel: $(READY) ## sdist and wheel into dist/

@@ -165,6 +165,20 @@ class CppTests(Command):
         run(required("ctest"), "--test-dir", tree, "--output-on-failure", "--no-tests=error")
 
 
+class Mutants(Command):
+    """Build the programs of the mutation gate in the module's build tree; tests/mutants.py runs them."""
+
+    description = "build the programs that tests/mutants.py runs"
+    user_options = []
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        native("streamlap_mutants", STREAMLAP_TESTS="ON")
+
+
 class BenchBinary(Command):
     """Build the bench binary in the module's build tree; build/streamlap-bench leads there."""
 
@@ -190,6 +204,7 @@ setup(
         "build": CleanBuild,
         "build_ext": CMakeBuild,
         "ctest": CppTests,
+        "mutants": Mutants,
         "bench": BenchBinary,
     },
 )

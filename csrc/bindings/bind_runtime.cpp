@@ -191,7 +191,7 @@ void bind_runtime(py::module_& module) {
            [](const PyEvent& self) {
              GilRelease released;
              self.runtime->poll();
-             return self.runtime->event_query(*self.event);
+             return self.runtime->event_query(*self.event, site_python);
            })
       .def(
           "synchronize",
@@ -253,7 +253,7 @@ void bind_runtime(py::module_& module) {
                } catch (const PythonError&) {
                  // Whoever owns that work is told; this only waits for its end.
                } catch (const Error&) {
-                 if (self.event_state(*mark) != EventState::passed) throw;
+                 if (self.event_state(*mark, site_python) != EventState::passed) throw;
                }
              }
              if (!self.uses_device_memory()) return;

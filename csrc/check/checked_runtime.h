@@ -37,8 +37,8 @@ class CheckedRuntime final : public Runtime {
 
   EventPtr event_create(int device, bool timed) override;
   void event_record(Event& event, StreamRef stream, Site site) override;
-  bool event_query(const Event& event) override;
-  EventState event_state(const Event& event) noexcept override;
+  bool event_query(const Event& event, Site site) override;
+  EventState event_state(const Event& event, Site site) noexcept override;
   bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override;
   double event_elapsed(const Event& begin, const Event& end) override;
   double event_time(const Event& event) override;
@@ -54,8 +54,9 @@ class CheckedRuntime final : public Runtime {
   void taken(void* pointer, std::size_t bytes) override;
   void host_reads(const void* pointer, std::size_t bytes) override;
   void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override;
-  void lock_acquired(const void* lock) noexcept override;
-  void lock_released(const void* lock) noexcept override;
+  void lock_acquired(const void* lock, Site site) noexcept override;
+  void lock_released(const void* lock, Site site) noexcept override;
+  void guarded(const void* lock, Site site) noexcept override;
 
  private:
   class CheckedEvent;

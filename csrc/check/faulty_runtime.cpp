@@ -152,15 +152,15 @@ void FaultyRuntime::stream_sync(StreamRef stream, Site site) {
   if (error) std::rethrow_exception(error);
 }
 
-bool FaultyRuntime::event_query(const Event& event) {
-  meet(Call::event_query);
-  if (!ProxyRuntime::event_query(event)) return false;
+bool FaultyRuntime::event_query(const Event& event, Site site) {
+  meet(Call::event_query, site);
+  if (!ProxyRuntime::event_query(event, site)) return false;
   if (std::exception_ptr error = carried(event)) std::rethrow_exception(error);
   return true;
 }
 
-EventState FaultyRuntime::event_state(const Event& event) noexcept {
-  return armed_ && lost_ ? EventState::lost : ProxyRuntime::event_state(event);
+EventState FaultyRuntime::event_state(const Event& event, Site site) noexcept {
+  return armed_ && lost_ ? EventState::lost : ProxyRuntime::event_state(event, site);
 }
 
 bool FaultyRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout,

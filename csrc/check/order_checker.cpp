@@ -6,6 +6,37 @@
 namespace streamlap::order {
 namespace {
 
+// The rules, each of which the mutation gate leaves out.
+constexpr Site rule_first_byte{"check.first_byte"};
+constexpr Site rule_last_byte{"check.last_byte"};
+constexpr Site rule_read_after_write{"check.read_after_write"};
+constexpr Site rule_write_after_write{"check.write_after_write"};
+constexpr Site rule_write_after_read{"check.write_after_read"};
+constexpr Site rule_read_after_read{"check.read_after_read"};
+constexpr Site rule_note_write{"check.note_write"};
+constexpr Site rule_note_read{"check.note_read"};
+constexpr Site rule_note_again{"check.note_read_again"};
+constexpr Site rule_every_reader{"check.every_reader_counts"};
+constexpr Site rule_fresh{"check.fresh"};
+constexpr Site rule_task{"check.task_is_its_stream"};
+constexpr Site rule_task_teaches{"check.task_teaches_its_stream"};
+constexpr Site rule_learn{"check.thread_learns"};
+constexpr Site rule_learn_task{"check.task_learns"};
+constexpr Site rule_issue{"check.stream_learns_from_thread"};
+constexpr Site rule_issue_task{"check.stream_learns_from_task"};
+constexpr Site rule_tick_stream{"check.operation_ticks_its_stream"};
+constexpr Site rule_tick_stream_task{"check.operation_of_a_task_ticks_its_stream"};
+constexpr Site rule_tick_thread{"check.operation_ticks_its_thread"};
+constexpr Site rule_stream_learns{"check.stream_learns_from_event"};
+constexpr Site rule_device{"check.device_knows_its_streams"};
+constexpr Site rule_own_device{"check.device_knows_no_others"};
+constexpr Site rule_acquired{"check.lock_teaches_thread"};
+constexpr Site rule_acquired_task{"check.lock_teaches_task"};
+constexpr Site rule_released{"check.thread_teaches_lock"};
+constexpr Site rule_released_task{"check.task_teaches_lock"};
+constexpr Site rule_tick_released{"check.release_ticks_its_thread"};
+constexpr Site rule_guarded{"check.guarded_needs_its_lock"};
+
 thread_local OrderChecker::Task* t_task = nullptr;
 
 // Not std::thread::id: the system gives a thread that ended's to the next one.
@@ -51,24 +82,27 @@ Shadow::Pieces::iterator Shadow::cut(std::uintptr_t where) {
 const Access* Shadow::touch(std::uintptr_t begin, std::size_t bytes, const Access& access,
                             Mode mode, const Clock& known) {
   if (bytes == 0) return nullptr;
-  const std::uintptr_t end = begin + bytes;
+  if (dropped(rule_first_byte)) ++begin;
+  const std::uintptr_t end = begin + bytes - (dropped(rule_first_byte) || dropped(rule_last_byte));
   const auto first = cut(begin);
   cut(end);
   // Looked at as a whole before anything is noted: a refused access leaves no trace.
   for (auto piece = first; piece != pieces_.end() && piece->first < end; ++piece) {
     const Piece& found = piece->second;
-    if (found.written && !covers(known, found.write)) {
+    const Site rule = mode == Mode::read ? rule_read_after_write : rule_write_after_write;
+    if (found.written && !covers(known, found.write) && !dropped(rule)) {
       conflict_ = found.write;
       return &conflict_;
     }
-    if (mode == Mode::read) continue;
+    if (mode == Mode::read && !dropped(rule_read_after_read)) continue;
     for (const Access& read : found.reads) {
-      if (!covers(known, read)) {
+      if (!covers(known, read) && !dropped(rule_write_after_read)) {
         conflict_ = read;
         return &conflict_;
       }
     }
   }
+  if (dropped(mode == Mode::write ? rule_note_write : rule_note_read)) return nullptr;
   if (mode == Mode::write) {
     pieces_.erase(first, pieces_.lower_bound(end));
     pieces_[begin] = {end, true, access, {}};
@@ -85,9 +119,11 @@ const Access* Shadow::touch(std::uintptr_t begin, std::size_t bytes, const Acces
     auto& reads = piece->second.reads;
     auto own = std::find_if(reads.begin(), reads.end(),
                             [&](const Access& read) { return read.actor == access.actor; });
-    if (own == reads.end()) {
+    if (dropped(rule_every_reader)) {
+      reads = {access};
+    } else if (own == reads.end()) {
       reads.push_back(access);
-    } else {
+    } else if (!dropped(rule_note_again)) {
       *own = access;
     }
     done = piece->second.end;
@@ -97,7 +133,7 @@ const Access* Shadow::touch(std::uintptr_t begin, std::size_t bytes, const Acces
 }
 
 void Shadow::forget(std::uintptr_t begin, std::size_t bytes) {
-  if (bytes == 0) return;
+  if (bytes == 0 || dropped(rule_fresh)) return;
   const auto first = cut(begin);
   cut(begin + bytes);
   pieces_.erase(first, pieces_.lower_bound(begin + bytes));
@@ -145,12 +181,13 @@ OrderChecker::Task::Task(OrderChecker& checker, StreamRef stream, Clock clock)
     std::lock_guard lock(checker_.mutex_);
     actor_ = checker_.actor_of(stream);
   }
-  t_task = this;
+  if (!dropped(rule_task)) t_task = this;
 }
 
 OrderChecker::Task::~Task() {
   t_task = outer_;
-  checker_.stream_learns(stream_, clock_);  // what comes after it on its stream knows the same
+  // What comes after it on its stream knows the same.
+  if (!dropped(rule_task_teaches)) checker_.stream_learns(stream_, clock_);
 }
 
 Clock OrderChecker::known() {
@@ -162,24 +199,25 @@ Clock OrderChecker::known() {
 void OrderChecker::learn(const Clock& clock) {
   std::lock_guard lock(mutex_);
   if (Task* running = task()) {
-    join(running->clock_, clock);
+    if (!dropped(rule_learn_task)) join(running->clock_, clock);
     return;
   }
   const Actor self = this_thread();
-  join(clock_of(self), clock);
+  if (!dropped(rule_learn)) join(clock_of(self), clock);
 }
 
 Clock OrderChecker::issue(StreamRef stream, Site site) {
   std::lock_guard lock(mutex_);
   const Actor on = actor_of(stream);
   if (Task* running = task()) {
-    join(clock_of(on), running->clock_);
-    tick(clock_of(on), on);
+    if (!dropped(rule_issue_task)) join(clock_of(on), running->clock_);
+    if (!dropped(rule_tick_stream_task)) tick(clock_of(on), on);
   } else {
     const Actor self = this_thread();
-    join(clock_of(on), clock_of(self));
-    tick(clock_of(on), on);
-    tick(clock_of(self), self);  // what the thread does from here on is not before the operation
+    if (!dropped(rule_issue)) join(clock_of(on), clock_of(self));
+    if (!dropped(rule_tick_stream)) tick(clock_of(on), on);
+    // What the thread does from here on is not before the operation.
+    if (!dropped(rule_tick_thread)) tick(clock_of(self), self);
     if (*site.name != 0) sites_[self] = site.name;
   }
   if (*site.name != 0) sites_[on] = site.name;
@@ -195,14 +233,15 @@ Clock OrderChecker::stream_knows(StreamRef stream) {
 void OrderChecker::stream_learns(StreamRef stream, const Clock& clock) {
   std::lock_guard lock(mutex_);
   const Actor on = actor_of(stream);
-  join(clock_of(on), clock);
+  if (!dropped(rule_stream_learns)) join(clock_of(on), clock);
 }
 
 Clock OrderChecker::device_knows(int device) {
   std::lock_guard lock(mutex_);
   Clock all;
   for (const auto& [key, actor] : streams_) {
-    if (key.second == device) join(all, clock_of(actor));
+    const bool asked = key.second == device || dropped(rule_own_device);
+    if (asked && !dropped(rule_device)) join(all, clock_of(actor));
   }
   return all;
 }
@@ -213,6 +252,7 @@ std::string OrderChecker::name_of(Actor actor) const { return names_[actor]; }
 
 void OrderChecker::access(const Access& access, const Clock& known, const void* data, Mode mode) {
   ++accesses_;
+  if (!unguarded_.empty()) throw Error(ErrorKind::order, std::exchange(unguarded_, {}));
   const Access* earlier =
       shadow_.touch(reinterpret_cast<std::uintptr_t>(data), access.bytes, access, mode, known);
   if (earlier == nullptr) return;
@@ -254,22 +294,36 @@ void OrderChecker::acquired(const void* lock_id) {
   std::lock_guard lock(mutex_);
   const Clock& left = locks_[lock_id];
   if (Task* running = task()) {
-    join(running->clock_, left);
+    if (!dropped(rule_acquired_task)) join(running->clock_, left);
     return;
   }
   const Actor self = this_thread();
-  join(clock_of(self), left);
+  if (!dropped(rule_acquired)) join(clock_of(self), left);
 }
 
 void OrderChecker::released(const void* lock_id) {
   std::lock_guard lock(mutex_);
   if (const Task* running = task()) {
-    join(locks_[lock_id], running->clock_);
+    if (!dropped(rule_released_task)) join(locks_[lock_id], running->clock_);
     return;
   }
   const Actor self = this_thread();
-  join(locks_[lock_id], clock_of(self));
-  tick(clock_of(self), self);
+  if (!dropped(rule_released)) join(locks_[lock_id], clock_of(self));
+  if (!dropped(rule_tick_released)) tick(clock_of(self), self);
+}
+
+void OrderChecker::guarded(const void* lock_id, Site site) noexcept {
+  std::lock_guard lock(mutex_);
+  const Task* running = task();
+  const Actor self = running != nullptr ? running->actor_ : this_thread();
+  const Clock& known = running != nullptr ? running->clock_ : clock_of(self);
+  Access& last = guarded_[lock_id];
+  if (!covers(known, last) && !dropped(rule_guarded)) {
+    unguarded_ = std::string("what a lock guards was touched without it: at ") + site.name +
+                 " by " + name_of(self) + ", and before it at " + last.site + " by " +
+                 name_of(last.actor);
+  }
+  last = {self, at(known, self), "", site.name, 0};
 }
 
 std::uint64_t OrderChecker::accesses() const {

@@ -86,6 +86,9 @@ class OrderChecker {
 
   void acquired(const void* lock);
   void released(const void* lock);
+  // What `lock` guards is touched. Where that is not ordered after the time before, the next access
+  // throws: this is called where nothing may.
+  void guarded(const void* lock, Site site) noexcept;
 
   std::uint64_t accesses() const;
 
@@ -123,6 +126,8 @@ class OrderChecker {
   std::vector<std::string> names_;
   std::vector<const char*> sites_;  // the last ordering call of each actor
   std::map<const void*, Clock> locks_;
+  std::map<const void*, Access> guarded_;  // by lock: the last touch
+  std::string unguarded_;                  // what the next access will say
   Shadow shadow_;
   std::uint64_t accesses_ = 0;
 };

@@ -12,6 +12,11 @@ namespace {
 
 constexpr int max_devices = 64;
 
+constexpr Site site_enter{"cuda.guard_makes_current"};
+constexpr Site site_leave{"cuda.guard_puts_back"};
+constexpr Site site_mode{"cuda.guard_relaxes_capture"};
+constexpr Site site_mode_back{"cuda.guard_puts_capture_mode_back"};
+
 // There is no libcuda to link against where this is built: the entry points come at run time.
 template <class Function>
 Function entry_point(const char* symbol, unsigned version) {
@@ -130,15 +135,15 @@ DeviceGuard::DeviceGuard(int device) {
   CUcontext wanted = primary_context(device);
   check_driver(driver().get_current(&before_), "cuCtxGetCurrent");
   if (before_ != wanted) {
-    check_driver(driver().set_current(wanted), "cuCtxSetCurrent");
+    if (!dropped(site_enter)) check_driver(driver().set_current(wanted), "cuCtxSetCurrent");
     changed_ = true;
   }
-  cudaThreadExchangeStreamCaptureMode(&mode_);
+  if (!dropped(site_mode)) cudaThreadExchangeStreamCaptureMode(&mode_);
 }
 
 DeviceGuard::~DeviceGuard() {
-  cudaThreadExchangeStreamCaptureMode(&mode_);
-  if (changed_) driver().set_current(before_);
+  if (!dropped(site_mode) && !dropped(site_mode_back)) cudaThreadExchangeStreamCaptureMode(&mode_);
+  if (changed_ && !dropped(site_leave)) driver().set_current(before_);
 }
 
 bool primary_active(int device) noexcept {

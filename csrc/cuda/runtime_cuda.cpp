@@ -20,6 +20,23 @@ using cuda::RecordingPtr;
 
 namespace {
 
+constexpr Site site_sync{"cuda.sync_stream"};
+constexpr Site site_sync_host{"cuda.sync_host_stream"};
+constexpr Site site_host_waits{"cuda.host_stream_waits_for_device"};
+constexpr Site site_host_waits_host{"cuda.host_stream_waits_for_host"};
+constexpr Site site_late{"cuda.refuse_unfinished_host_work"};
+constexpr Site site_wait{"cuda.stream_waits"};
+constexpr Site site_record{"cuda.record"};
+constexpr Site site_record_host{"cuda.record_host_work"};
+constexpr Site site_record_anew{"cuda.record_anew"};
+constexpr Site site_query{"cuda.query"};
+constexpr Site site_event_sync_host{"cuda.sync_event_of_host"};
+constexpr Site site_event_sync{"cuda.sync_event"};
+constexpr Site site_device_workers{"cuda.sync_device_workers"};
+constexpr Site site_device{"cuda.sync_device"};
+constexpr Site site_idle_workers{"cuda.drain_workers"};
+constexpr Site site_idle_streams{"cuda.drain_streams"};
+
 cudaStream_t native(StreamRef stream) { return reinterpret_cast<cudaStream_t>(stream.handle); }
 
 Worker& worker(StreamRef stream) { return *reinterpret_cast<Worker*>(stream.handle); }
@@ -202,9 +219,10 @@ bool CudaRuntime::stream_idle(StreamRef stream) {
 
 void CudaRuntime::stream_sync(StreamRef stream, Site) {
   if (stream.kind == StreamKind::host) {
-    worker(stream).sync();
+    if (!dropped(site_sync_host)) worker(stream).sync();
     return;
   }
+  if (dropped(site_sync)) return;
   DeviceGuard guard(stream.device);
   check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize", where(stream));
 }
@@ -215,22 +233,24 @@ void CudaRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
   if (stream.kind == StreamKind::host) {
     worker(stream).wait([recording] {
       if (const CompletionPtr& completion = recording->completion()) {
+        if (dropped(site_host_waits_host)) return;
         completion->wait();
         completion->rethrow_if_failed();
-      } else {
+      } else if (!dropped(site_host_waits)) {
         wait_for(*recording, std::chrono::nanoseconds::max());
       }
     });
     return;
   }
   if (recording->completion()) {
-    if (!recording->done()) {
+    if (!dropped(site_late) && !recording->done()) {
       throw Error(ErrorKind::invalid_argument,
                   "a CUDA stream cannot wait for host work that is not finished; enqueue the CUDA "
                   "work from a host stream after it");
     }
     return;
   }
+  if (dropped(site_wait)) return;
   DeviceGuard guard(stream.device);
   check(cudaStreamWaitEvent(native(stream), recording->event(), 0), "cudaStreamWaitEvent",
         where(stream));
@@ -247,21 +267,26 @@ EventPtr CudaRuntime::event_create(int device, bool timed) {
 void CudaRuntime::event_record(Event& event, StreamRef stream, Site) {
   auto& target = static_cast<CudaEvent&>(event);
   if (stream.kind == StreamKind::host) {
+    if (dropped(site_record_host)) return;
     target.set(std::make_shared<Recording>(worker(stream).record()));
     return;
   }
+  if (dropped(site_record)) return;
   RecordingPtr recording = target.fresh(stream.device);
+  if (dropped(site_record_anew)) {
+    if (RecordingPtr last = target.last(); last && last->event()) recording = std::move(last);
+  }
   DeviceGuard guard(stream.device);
   check(cudaEventRecord(recording->event(), native(stream)), "cudaEventRecord", where(stream));
   target.set(std::move(recording));
 }
 
-bool CudaRuntime::event_query(const Event& event) {
+bool CudaRuntime::event_query(const Event& event, Site) {
   RecordingPtr recording = cuda_event(event).last();
-  return !recording || recording->done();
+  return !recording || dropped(site_query) || recording->done();
 }
 
-EventState CudaRuntime::event_state(const Event& event) noexcept {
+EventState CudaRuntime::event_state(const Event& event, Site) noexcept {
   RecordingPtr recording = cuda_event(event).last();
   if (!recording) return EventState::passed;
   if (const CompletionPtr& completion = recording->completion()) {
@@ -278,11 +303,11 @@ bool CudaRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds ti
   RecordingPtr recording = cuda_event(event).last();
   if (!recording) return true;
   if (const CompletionPtr& completion = recording->completion()) {
-    if (!completion->wait_for(timeout)) return false;
+    if (!dropped(site_event_sync_host) && !completion->wait_for(timeout)) return false;
     completion->rethrow_if_failed();
     return true;
   }
-  return wait_for(*recording, timeout);
+  return dropped(site_event_sync) || wait_for(*recording, timeout);
 }
 
 double CudaRuntime::event_elapsed(const Event& begin, const Event& end) {
@@ -344,15 +369,18 @@ std::vector<EventPtr> CudaRuntime::mark_workers(int device) {
 void CudaRuntime::device_sync(int device) {
   DeviceGuard guard(device);
   // The workers first: they may have CUDA work yet to issue.
-  for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
+  for (const CompletionPtr& completion : workers_.mark(device)) {
+    if (!dropped(site_device_workers)) completion->wait();
+  }
+  if (dropped(site_device)) return;
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device " + std::to_string(device));
 }
 
 bool CudaRuntime::idle() {
-  if (!workers_.idle()) return false;
+  if (!dropped(site_idle_workers) && !workers_.idle()) return false;
   std::lock_guard lock(mutex_);
   for (StreamRef stream : streams_) {
-    if (!stream_idle(stream)) return false;
+    if (!dropped(site_idle_streams) && !stream_idle(stream)) return false;
   }
   return true;
 }

@@ -11,6 +11,13 @@
 namespace streamlap {
 namespace {
 
+constexpr Site site_sync{"host.stream_sync"};
+constexpr Site site_wait{"host.stream_wait"};
+constexpr Site site_record{"host.event_record"};
+constexpr Site site_ask{"host.event_query"};
+constexpr Site site_event_sync{"host.event_sync"};
+constexpr Site site_device_sync{"host.device_sync"};
+
 class HostEvent final : public Event {
  public:
   void set(CompletionPtr completion) {
@@ -72,11 +79,13 @@ StreamRef HostRuntime::stream_create(int device, StreamKind kind, bool) {
 
 bool HostRuntime::stream_idle(StreamRef stream) { return worker(stream).idle(); }
 
-void HostRuntime::stream_sync(StreamRef stream, Site) { worker(stream).sync(); }
+void HostRuntime::stream_sync(StreamRef stream, Site) {
+  if (!dropped(site_sync)) worker(stream).sync();
+}
 
 void HostRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
   CompletionPtr completion = completion_of(event);
-  if (!completion) return;
+  if (!completion || dropped(site_wait)) return;
   worker(stream).wait([completion] {
     completion->wait();
     completion->rethrow_if_failed();
@@ -88,25 +97,25 @@ void HostRuntime::stream_reset_error(StreamRef stream) { worker(stream).reset_er
 EventPtr HostRuntime::event_create(int, bool) { return std::make_shared<HostEvent>(); }
 
 void HostRuntime::event_record(Event& event, StreamRef stream, Site) {
-  static_cast<HostEvent&>(event).set(worker(stream).record());
+  if (!dropped(site_record)) static_cast<HostEvent&>(event).set(worker(stream).record());
 }
 
-bool HostRuntime::event_query(const Event& event) {
+bool HostRuntime::event_query(const Event& event, Site) {
   CompletionPtr completion = completion_of(event);
-  if (!completion) return true;
+  if (!completion || dropped(site_ask)) return true;
   if (!completion->done()) return false;
   completion->rethrow_if_failed();
   return true;
 }
 
-EventState HostRuntime::event_state(const Event& event) noexcept {
+EventState HostRuntime::event_state(const Event& event, Site) noexcept {
   CompletionPtr completion = completion_of(event);
   return !completion || completion->done() ? EventState::passed : EventState::pending;
 }
 
 bool HostRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site) {
   CompletionPtr completion = completion_of(event);
-  if (!completion) return true;
+  if (!completion || dropped(site_event_sync)) return true;
   if (!completion->wait_for(timeout)) return false;
   completion->rethrow_if_failed();
   return true;
@@ -152,6 +161,7 @@ std::vector<EventPtr> HostRuntime::mark_workers(int device) {
 
 void HostRuntime::device_sync(int device) {
   check_device(device);
+  if (dropped(site_device_sync)) return;
   for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
 }
 

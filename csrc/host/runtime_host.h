@@ -31,8 +31,8 @@ class HostRuntime final : public Runtime {
   void stream_reset_error(StreamRef stream) override;
   EventPtr event_create(int device, bool timed) override;
   void event_record(Event& event, StreamRef stream, Site site) override;
-  bool event_query(const Event& event) override;
-  EventState event_state(const Event& event) noexcept override;
+  bool event_query(const Event& event, Site site) override;
+  EventState event_state(const Event& event, Site site) noexcept override;
   bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override;
   double event_elapsed(const Event& begin, const Event& end) override;
   double event_time(const Event& event) override;

@@ -9,12 +9,19 @@ namespace streamlap {
 
 class OrderLock {
  public:
-  OrderLock(Runtime& runtime, std::mutex& mutex) : runtime_(runtime), mutex_(mutex) {
-    mutex_.lock();
-    runtime_.lock_acquired(&mutex_);
+  OrderLock(Runtime& runtime, std::mutex& mutex, Site site)
+      : runtime_(runtime), mutex_(mutex), site_(site) {
+    if (!dropped(site_)) {
+      mutex_.lock();
+      runtime_.lock_acquired(&mutex_, site_);
+    }
+#ifdef STREAMLAP_MUTANTS
+    runtime_.guarded(&mutex_, site_);
+#endif
   }
   ~OrderLock() {
-    runtime_.lock_released(&mutex_);
+    if (dropped(site_)) return;
+    runtime_.lock_released(&mutex_, site_);
     mutex_.unlock();
   }
   OrderLock(const OrderLock&) = delete;
@@ -23,6 +30,7 @@ class OrderLock {
  private:
   Runtime& runtime_;
   std::mutex& mutex_;
+  const Site site_;
 };
 
 }  // namespace streamlap

@@ -56,9 +56,11 @@ class ProxyRuntime : public Runtime {
     before("event_record");
     inner_->event_record(event, stream, site);
   }
-  bool event_query(const Event& event) override { return inner_->event_query(event); }
-  EventState event_state(const Event& event) noexcept override {
-    return inner_->event_state(event);
+  bool event_query(const Event& event, Site site) override {
+    return inner_->event_query(event, site);
+  }
+  EventState event_state(const Event& event, Site site) noexcept override {
+    return inner_->event_state(event, site);
   }
   bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override {
     return inner_->event_sync_for(event, timeout, site);
@@ -82,8 +84,13 @@ class ProxyRuntime : public Runtime {
   void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override {
     inner_->declare(stream, pointer, bytes, writes);
   }
-  void lock_acquired(const void* lock) noexcept override { inner_->lock_acquired(lock); }
-  void lock_released(const void* lock) noexcept override { inner_->lock_released(lock); }
+  void lock_acquired(const void* lock, Site site) noexcept override {
+    inner_->lock_acquired(lock, site);
+  }
+  void lock_released(const void* lock, Site site) noexcept override {
+    inner_->lock_released(lock, site);
+  }
+  void guarded(const void* lock, Site site) noexcept override { inner_->guarded(lock, site); }
   std::unique_ptr<Gate> gate(StreamRef stream) override { return inner_->gate(stream); }
   std::vector<EventPtr> mark_workers(int device) override { return inner_->mark_workers(device); }
   void device_sync(int device) override { inner_->device_sync(device); }

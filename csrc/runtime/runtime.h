@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "base/site.h"
 
 namespace streamlap {
 
@@ -28,12 +29,6 @@ enum class StreamKind {
   compute,  // where results are made
   copy,     // where DMA runs
   host,     // a worker thread: callables, and calls that may block
-};
-
-// Names the place in the source of a call that orders something. Tests drop one at a time.
-struct Site {
-  explicit constexpr Site(const char* site_name) : name(site_name) {}
-  const char* name;
 };
 
 // Borrows a stream: ours, or one that torch, CuPy or numba made.
@@ -122,10 +117,10 @@ class Runtime {
   virtual EventPtr event_create(int device, bool timed = false) = 0;
   virtual void event_record(Event& event, StreamRef stream, Site site) = 0;
   // True when done or never recorded. Throws the error it carries.
-  virtual bool event_query(const Event& event) = 0;
+  virtual bool event_query(const Event& event, Site site) = 0;
   // For who must know whether memory is out of use: an exception of event_query() or
   // event_sync_for() may be the event's, which is then over, or of the asking, and tells nothing.
-  virtual EventState event_state(const Event& event) noexcept = 0;
+  virtual EventState event_state(const Event& event, Site site) noexcept = 0;
   // Blocks the calling thread for at most `timeout`; true when done. Throws the error it carries.
   virtual bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) = 0;
   // Seconds between two timed events that are both done.
@@ -151,8 +146,11 @@ class Runtime {
                        bool /*writes*/) {}
   // Whoever takes a lock knows what those knew who had it before. Anything that orders threads is a
   // lock in this sense.
-  virtual void lock_acquired(const void* /*lock*/) noexcept {}
-  virtual void lock_released(const void* /*lock*/) noexcept {}
+  virtual void lock_acquired(const void* /*lock*/, Site /*site*/) noexcept {}
+  virtual void lock_released(const void* /*lock*/, Site /*site*/) noexcept {}
+  // The calling thread touches what a lock guards, whether it holds the lock or not. Told in the
+  // programs of the mutation gate only.
+  virtual void guarded(const void* /*lock*/, Site /*site*/) noexcept {}
 
   virtual std::unique_ptr<Gate> gate(StreamRef stream) = 0;
   // An event at the end of what each busy worker of the device has been given. In a worker's own

@@ -604,7 +604,7 @@ std::string SimRuntime::deadlock_report(const std::string& who) const {
   return text.str();
 }
 
-bool SimRuntime::event_query(const Event& event) {
+bool SimRuntime::event_query(const Event& event, Site) {
   MarkPtr mark = mark_of(event);
   if (!mark) return true;
   Lock lock(mutex_);
@@ -614,7 +614,7 @@ bool SimRuntime::event_query(const Event& event) {
   return true;
 }
 
-EventState SimRuntime::event_state(const Event& event) noexcept {
+EventState SimRuntime::event_state(const Event& event, Site) noexcept {
   MarkPtr mark = mark_of(event);
   if (!mark) return EventState::passed;
   Lock lock(mutex_);

@@ -1,6 +1,7 @@
 #include "transfer/copy_engine.h"
 
 #include "base/process.h"
+#include "runtime/order_lock.h"
 
 namespace streamlap {
 namespace {
@@ -14,6 +15,22 @@ constexpr Site site_end{"engine.record_end"};
 constexpr Site site_issued{"engine.record_issued"};
 constexpr Site site_failed{"engine.drain_failed_issue"};
 constexpr Site site_finish_after{"engine.finish_after_copies"};
+constexpr Site site_keep_source{"engine.keep_source"};
+constexpr Site site_keep_destination{"engine.keep_destination"};
+constexpr Site site_keep_drain{"engine.keep_what_cannot_be_drained"};
+constexpr Site site_keep_failed{"engine.keep_failed_issue"};
+constexpr Site site_keep_abandoned{"engine.keep_abandoned"};
+constexpr Site site_over{"engine.let_go_when_over"};
+constexpr Site site_letting_go{"engine.count_letting_go"};
+constexpr Site site_lock_lanes{"engine.lock_lanes"};
+constexpr Site site_lock_order{"engine.lock_order"};
+constexpr Site site_lock_abandon{"engine.lock_abandon"};
+constexpr Site site_lock_reap{"engine.lock_reap"};
+constexpr Site site_lock_reaped{"engine.lock_reaped"};
+constexpr Site site_lock_count{"engine.lock_count"};
+constexpr Site site_lock_expects{"engine.lock_expects"};
+
+using Keep = std::shared_ptr<void>;
 
 ChunkPlan plan_for(const TransferRequest& request) {
   std::vector<LeafExtent> leaves;
@@ -28,7 +45,7 @@ ChunkPlan plan_for(const TransferRequest& request) {
 }  // namespace
 
 CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_lanes);
   auto& slot = lanes_[{device, direction}];
   if (!slot) {
     slot = std::make_unique<Lane>();
@@ -67,8 +84,9 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
                 "a transfer has a host stream that issues it, a last step or an open end: one of "
                 "them at most");
   }
-  auto transfer = std::make_shared<Transfer>(runtime_, plan_for(request), request.keep_source,
-                                             request.keep_destination);
+  auto transfer = std::make_shared<Transfer>(
+      runtime_, plan_for(request), dropped(site_keep_source) ? Keep() : request.keep_source,
+      dropped(site_keep_destination) ? Keep() : request.keep_destination);
   if (transfer->plan_.chunks.empty() && !request.finish && !request.open_ended) {
     transfer->empty_ = true;
     return transfer;
@@ -94,7 +112,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
 
   const std::vector<EventPtr> ready = record_ready(request);
   if (request.traced) transfer->ready_ = ready;
-  std::lock_guard order(lane.order);
+  OrderLock order(*runtime_, lane.order, site_lock_order);
   const bool late = request.from_host_stream;
   try {
     if (late) {
@@ -105,7 +123,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     }
   } catch (...) {
     end_failed(*transfer, lane, late);
-    abandon(transfer);
+    if (!dropped(site_keep_failed)) abandon(transfer);
     throw;
   }
   return transfer;
@@ -189,7 +207,7 @@ void CopyEngine::drain(Transfer& transfer, StreamRef stream) noexcept {
     } catch (...) {
     }
   }
-  transfer.keep_for_ever();
+  if (!dropped(site_keep_drain)) transfer.keep_for_ever();
 }
 
 void CopyEngine::complete(Transfer& transfer, StreamRef copy_stream) {
@@ -213,7 +231,8 @@ void CopyEngine::push(std::shared_ptr<Transfer>& list, std::shared_ptr<Transfer>
 }
 
 void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) noexcept {
-  std::lock_guard lock(mutex_);
+  if (dropped(site_keep_abandoned)) return;
+  OrderLock lock(*runtime_, mutex_, site_lock_abandon);
   push(abandoned_, std::move(transfer));
   ++abandoned_count_;
 }
@@ -222,32 +241,32 @@ void CopyEngine::let_go_of_finished() noexcept {
   std::shared_ptr<Transfer> finished;  // dies without the lock: it runs arbitrary code
   std::size_t gone = 0;
   {
-    std::lock_guard lock(mutex_);
+    OrderLock lock(*runtime_, mutex_, site_lock_reap);
     std::shared_ptr<Transfer> kept;
     while (abandoned_) {
       std::shared_ptr<Transfer> transfer = pop(abandoned_);
-      const bool over = transfer->over();
+      const bool over = dropped(site_over) || transfer->over();
       gone += over;
       push(over ? finished : kept, std::move(transfer));
     }
     abandoned_ = std::move(kept);
     abandoned_count_ -= gone;
-    letting_go_ += gone;
+    if (!dropped(site_letting_go)) letting_go_ += gone;
   }
   while (finished) pop(finished);
-  std::lock_guard lock(mutex_);
-  letting_go_ -= gone;
+  OrderLock lock(*runtime_, mutex_, site_lock_reaped);
+  if (!dropped(site_letting_go)) letting_go_ -= gone;
 }
 
 std::size_t CopyEngine::reap() noexcept {
   let_go_of_finished();
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_count);
   return abandoned_count_ + letting_go_;
 }
 
 bool CopyEngine::expects() noexcept {
   let_go_of_finished();
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_expects);
   for (const Transfer* transfer = abandoned_.get(); transfer; transfer = transfer->next_.get()) {
     if (!transfer->kept_for_ever()) return true;
   }

@@ -10,6 +10,25 @@ namespace streamlap {
 namespace {
 
 constexpr Site site_use{"pool.record_use"};
+constexpr Site site_keep_use{"pool.keep_use"};
+constexpr Site site_forget_use{"pool.forget_finished_use"};
+constexpr Site site_finished{"pool.reuse_when_finished"};
+constexpr Site site_retire{"pool.retire_with_uses"};
+constexpr Site site_condemned{"pool.keep_condemned"};
+constexpr Site site_lock_uses{"pool.lock_uses"};
+constexpr Site site_lock_limit{"pool.lock_limit"};
+constexpr Site site_lock_room{"pool.lock_has_room"};
+constexpr Site site_lock_live{"pool.lock_live"};
+constexpr Site site_lock_set_limit{"pool.lock_set_limit"};
+constexpr Site site_lock_gave{"pool.lock_gave_to_system"};
+constexpr Site site_lock_ready{"pool.lock_take_ready"};
+constexpr Site site_lock_claim{"pool.lock_claim"};
+constexpr Site site_lock_unclaim{"pool.lock_unclaim"};
+constexpr Site site_lock_hand_out{"pool.lock_hand_out"};
+constexpr Site site_lock_take_back{"pool.lock_take_back"};
+constexpr Site site_lock_stats{"pool.lock_stats"};
+constexpr Site site_lock_trim{"pool.lock_trim"};
+constexpr Site site_lock_find{"pool.lock_find_block"};
 
 // For `count` more. Grows as push_back does: reserve() alone would copy all of it every time.
 template <class Vector>
@@ -34,13 +53,13 @@ void PinnedBlock::record_use(StreamRef stream) {
   }
   EventPtr event = pool_->runtime()->event_create(stream.device);
   pool_->runtime()->event_record(*event, stream, site_use);
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*pool_->runtime(), mutex_, site_lock_uses);
   if (uses_.size() >= 64) {
     std::erase_if(uses_, [&](const EventPtr& use) {
-      return pool_->runtime()->event_state(*use) == EventState::passed;
+      return pool_->runtime()->event_state(*use, site_forget_use) == EventState::passed;
     });
   }
-  uses_.push_back(std::move(event));
+  if (!dropped(site_keep_use)) uses_.push_back(std::move(event));
 }
 
 PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
@@ -72,18 +91,18 @@ std::size_t PinnedPool::size_class(std::size_t bytes) {
 }
 
 std::size_t PinnedPool::limit() const {
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_limit);
   return stats_.limit;
 }
 
 bool PinnedPool::has_room(std::size_t bytes, std::size_t count) const {
   const std::size_t capacity = size_class(bytes);
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_room);
   return stats_.live <= stats_.limit && count <= (stats_.limit - stats_.live) / capacity;
 }
 
 std::size_t PinnedPool::live() const {
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_live);
   return stats_.live;
 }
 
@@ -93,13 +112,13 @@ void PinnedPool::set_limit(std::size_t limit) {
                                                  " bytes is below the smallest block (" +
                                                  std::to_string(smallest_block) + ")");
   }
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_set_limit);
   stats_.limit = limit;
 }
 
 bool PinnedPool::finished(Retired& block) noexcept {
   std::erase_if(block.uses, [&](const EventPtr& use) {
-    const EventState state = runtime_->event_state(*use);
+    const EventState state = runtime_->event_state(*use, site_finished);
     if (state == EventState::lost) lost_ = true;
     return state == EventState::passed;
   });
@@ -164,7 +183,7 @@ void PinnedPool::give_to_system(const Freed& freed) noexcept {
     runtime_->free_pinned(data, capacity);
     bytes += capacity;
   }
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_gave);
   stats_.reserved -= bytes;
   leaving_ -= bytes;
 }
@@ -180,7 +199,7 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   Freed freed;
   bool reused = false;
   {
-    OrderLock lock(*runtime_, mutex_);
+    OrderLock lock(*runtime_, mutex_, site_lock_ready);
     if (std::byte* data = take_ready(capacity)) {
       stats_.live += capacity;
       ++stats_.hits;
@@ -193,7 +212,7 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
     return block;
   }
   {
-    OrderLock lock(*runtime_, mutex_);
+    OrderLock lock(*runtime_, mutex_, site_lock_claim);
     collect_finished();
     const std::size_t held = stats_.live;
     if (capacity > stats_.limit || held > stats_.limit - capacity) {
@@ -234,12 +253,12 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   try {
     data = reserve(capacity);
   } catch (...) {
-    OrderLock lock(*runtime_, mutex_);
+    OrderLock lock(*runtime_, mutex_, site_lock_unclaim);
     stats_.reserved -= capacity;
     stats_.live -= capacity;
     throw;
   }
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_hand_out);
   stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
   block->fresh_ = true;
   hand_out(*block, data, entry);
@@ -265,11 +284,13 @@ void PinnedPool::hand_out(PinnedBlock& block, std::byte* data, LiveBlocks& entry
 }
 
 void PinnedPool::take_back(PinnedBlock& block) noexcept {
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_take_back);
   live_.erase(block.data_);
-  if (block.condemned_) return;  // held for ever: nobody waits for it to come home
+  if (block.condemned_ && !dropped(site_condemned))
+    return;  // held for ever: nobody waits for it to come home
   try {
-    retired_[block.capacity_].push_back({block.data_, std::move(block.uses_)});
+    retired_[block.capacity_].push_back(
+        {block.data_, dropped(site_retire) ? std::vector<EventPtr>() : std::move(block.uses_)});
   } catch (...) {
     return;  // no memory to remember it by: as if condemned
   }
@@ -280,7 +301,7 @@ void PinnedPool::take_back(PinnedBlock& block) noexcept {
 }
 
 PoolStats PinnedPool::stats() {
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_stats);
   collect_finished();
   PoolStats now = stats_;
   now.reserved -= leaving_;
@@ -291,7 +312,7 @@ std::size_t PinnedPool::trim() {
   process::require_usable();
   Freed freed;
   {
-    OrderLock lock(*runtime_, mutex_);
+    OrderLock lock(*runtime_, mutex_, site_lock_trim);
     collect_finished();
     uncache(stats_.cached, freed);
   }
@@ -302,7 +323,7 @@ std::size_t PinnedPool::trim() {
 }
 
 bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
-  OrderLock lock(*runtime_, mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_find);
   const auto* address = static_cast<const std::byte*>(pointer);
   auto next = live_.upper_bound(address);
   if (next == live_.begin()) return false;

@@ -2,20 +2,35 @@
 
 #include <limits>
 
+#include "runtime/order_lock.h"
+
 namespace streamlap {
 namespace {
 
 constexpr Site site_issued{"transfer.issued"};
+constexpr Site site_ask_issued{"transfer.ask_issued"};
 constexpr Site site_done{"transfer.done"};
+constexpr Site site_ask_done{"transfer.ask_done"};
+constexpr Site site_note_done{"transfer.note_done"};
+constexpr Site site_known_done{"transfer.known_done"};
 constexpr Site site_leaf{"transfer.leaf"};
+constexpr Site site_ask_leaf{"transfer.ask_leaf"};
 constexpr Site site_chunk{"transfer.chunk"};
 constexpr Site site_abandoned{"transfer.abandoned_after_current_streams"};
 constexpr Site site_failed{"transfer.outlives_failed_issue"};
+constexpr Site site_ask_abandoned{"transfer.ask_abandoned"};
+constexpr Site site_ask_end{"transfer.ask_end"};
+constexpr Site site_kept_for_ever{"transfer.kept_for_ever"};
+constexpr Site site_owed{"transfer.owed_record"};
 constexpr Site site_consumer{"transfer.consumer_waits"};
+constexpr Site site_release_source{"transfer.release_source"};
+constexpr Site site_release_all{"transfer.release_all"};
+constexpr Site site_lock_source{"transfer.lock_release_source"};
+constexpr Site site_lock_all{"transfer.lock_release_all"};
 
 }  // namespace
 
-bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_); }
+bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_, site_ask_issued); }
 
 bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
   return !issued_ || runtime_->event_sync_for(*issued_, timeout, site_issued);
@@ -24,20 +39,20 @@ bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
 // Who is told that it is done knows what those knew who saw it.
 bool Transfer::known_done() const {
   if (!done_.load(std::memory_order_acquire)) return false;
-  runtime_->lock_acquired(&done_);
+  runtime_->lock_acquired(&done_, site_known_done);
   return true;
 }
 
 void Transfer::note_done() {
-  runtime_->lock_released(&done_);
+  runtime_->lock_released(&done_, site_note_done);
   done_.store(true, std::memory_order_release);
 }
 
 // What the copies of an open end failed with is not on their stream any more when the end is
 // recorded: they are asked by themselves.
-bool Transfer::whole() {
-  if (open_ended_ && !runtime_->event_query(*copied_)) return false;
-  return empty_ || runtime_->event_query(*end_);
+bool Transfer::whole(Site site) {
+  if (open_ended_ && !runtime_->event_query(*copied_, site)) return false;
+  return empty_ || runtime_->event_query(*end_, site);
 }
 
 bool Transfer::whole_for(std::chrono::nanoseconds timeout, Site site) {
@@ -47,7 +62,7 @@ bool Transfer::whole_for(std::chrono::nanoseconds timeout, Site site) {
 
 bool Transfer::done() {
   if (known_done()) return true;
-  if (!issued() || !whole()) return false;
+  if (!issued() || !whole(site_ask_done)) return false;
   note_done();
   return true;
 }
@@ -68,7 +83,7 @@ bool Transfer::leaf_done(std::size_t leaf) {
   if (!issued()) return false;
   const std::size_t mark = plan_.last_mark.at(leaf);
   if (mark == ChunkPlan::no_mark) return true;
-  return whole_only_ ? whole() : runtime_->event_query(*marks_[mark]);
+  return whole_only_ ? whole(site_ask_leaf) : runtime_->event_query(*marks_[mark], site_ask_leaf);
 }
 
 bool Transfer::leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout) {
@@ -136,39 +151,45 @@ bool Transfer::record_owed() noexcept {
     if (error.kind() == ErrorKind::sticky) keep_for_ever();
   } catch (...) {
   }
-  return owed_count_ == 0;
+  return owed_count_ == 0 || dropped(site_owed);
 }
 
-bool Transfer::passed(const EventPtr& event) noexcept {
+void Transfer::keep_for_ever() noexcept {
+  if (!dropped(site_kept_for_ever)) kept_for_ever_ = true;
+}
+
+bool Transfer::passed(const EventPtr& event, Site site) noexcept {
   if (!event) return true;
-  const EventState state = runtime_->event_state(*event);
+  const EventState state = runtime_->event_state(*event, site);
   if (state == EventState::lost) keep_for_ever();
   return state == EventState::passed;
 }
 
 bool Transfer::ended() noexcept {
   // Asked last: the worker that issues it may have found so just now.
-  return (known_done() || (passed(issued_) && passed(end_))) && !kept_for_ever_;
+  return (known_done() || (passed(issued_, site_ask_end) && passed(end_, site_ask_end))) && !kept_for_ever_;
 }
 
 bool Transfer::over() noexcept {
   if (kept_for_ever_ || !record_owed()) return false;
   for (const EventPtr& event : also_after_) {
-    if (!passed(event)) return false;
+    if (!passed(event, site_ask_abandoned)) return false;
   }
   return ended();
 }
 
 void Transfer::release_source() {
+  if (dropped(site_release_source)) return;
   std::shared_ptr<void> source;  // dies after the lock is let go: it may run arbitrary code
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_source);
   source.swap(source_);
 }
 
 void Transfer::release_all() {
+  if (dropped(site_release_all)) return;
   std::shared_ptr<void> source;
   std::shared_ptr<void> destination;
-  std::lock_guard lock(mutex_);
+  OrderLock lock(*runtime_, mutex_, site_lock_all);
   source.swap(source_);
   destination.swap(destination_);
 }

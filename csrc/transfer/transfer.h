@@ -73,7 +73,7 @@ class Transfer {
   // The same of a stream of the engine's, for a transfer whose issue failed; two at most.
   void outlive(StreamRef stream) noexcept;
   // Never lets go: there is no telling what still uses the ends.
-  void keep_for_ever() noexcept { kept_for_ever_ = true; }
+  void keep_for_ever() noexcept;
   bool kept_for_ever() const noexcept { return kept_for_ever_; }
   // All that was enqueued for it is known to have ended, well or not.
   bool ended() noexcept;
@@ -83,10 +83,10 @@ class Transfer {
  private:
   friend class CopyEngine;
 
-  bool whole();
+  bool whole(Site site);
   bool whole_for(std::chrono::nanoseconds timeout, Site site);
   bool record_owed() noexcept;
-  bool passed(const EventPtr& event) noexcept;
+  bool passed(const EventPtr& event, Site site) noexcept;
   bool known_done() const;
   void note_done();
 

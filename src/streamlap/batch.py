@@ -108,8 +108,8 @@ class Batch:
         copied.position = len(self.leaves)
         self.leaves.append(index)
         self.copied.append(copied)
-        self.sources.append(src)
-        self.destinations.append(dst)
+        self.sources.append(src)  # site: batch.keep_source
+        self.destinations.append(dst)  # site: batch.keep_destination
 
     def run_last_steps(self) -> None:
         """Copy from where the bytes landed to where they belong."""
@@ -202,13 +202,13 @@ def submit_batch(
         device=place.index,
         to_device=to_device,
         items=batch.items,
-        after=after,
+        after=after,  # site: batch.after
         chunk_bytes=chunk_bytes,
-        from_host_stream=path == "driver",
-        finish=batch.run_last_steps if last_on_host else None,
+        from_host_stream=path == "driver",  # site: batch.from_host_stream
+        finish=batch.run_last_steps if last_on_host else None,  # site: batch.finish
         open_ended=last_on_device,
-        keep_source=batch.sources,
-        keep_destination=batch.destinations,
+        keep_source=batch.sources,  # site: batch.keep_sources
+        keep_destination=batch.destinations,  # site: batch.keep_destinations
     )
     nbytes = sum(item[2] for item in batch.items)
     native = observe.submitted(submit, observe.Copy(place, to_device, path, nbytes))
@@ -218,7 +218,7 @@ def submit_batch(
             with torch.cuda.stream(external_stream(copy_stream.handle, place.index)):
                 batch.run_last_steps()
         finally:
-            engine.complete(native, copy_stream)
+            engine.complete(native, copy_stream)  # site: batch.complete
     on_device = place.is_cuda and (not to_device or source_place is not None)
     part = Part(native, place, path, batch.leaves, on_device, source_place or place, of_cupy)
     for copied in batch.copied:

@@ -131,7 +131,7 @@ def _started(
 ) -> Transfer:
     transfer = Transfer(leaves, spec, parts, borrowed, to_device)
     if protect:
-        transfer.wait_source(stream)
+        transfer.wait_source(stream)  # site: copies.protect
     return transfer
 
 

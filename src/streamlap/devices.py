@@ -444,11 +444,11 @@ def synchronize(device: str | int | torch.device | None = None) -> None:
     _native.require_usable()
     if device is not None:
         place = place_of(parse_device(device))
-        place.runtime.synchronize(place.index)
+        place.runtime.synchronize(place.index)  # site: devices.synchronize_one
         return
     for index in dict(streams_in_use()):
-        torch.cuda.synchronize(index)
+        torch.cuda.synchronize(index)  # site: devices.synchronize_torch
     serving = simulation.get()
     host = host_runtime() if serving is None else serving.place(0).runtime
     for index in range(MAX_LOGICAL):
-        host.synchronize(index)
+        host.synchronize(index)  # site: devices.synchronize_host

@@ -79,7 +79,7 @@ class Slot:
                 continue
             with self._changed:
                 if not self.filled:
-                    self._changed.wait(min(left, 0.05))
+                    self._changed.wait(min(left, 0.05))  # site: group.nap
             require_alive()  # without the lock: it may not come back
         return True
 
@@ -146,13 +146,13 @@ class TransferGroup(Transfer):
 
     def wait(self, stream: StreamLike = None) -> Tree | None:
         for slot in self._slots:
-            slot.get().wait(stream)
+            slot.get().wait(stream)  # site: group.wait
         return None
 
     def wait_source(self, stream: StreamLike = None) -> None:
         for slot in self._slots:
-            slot.get().wait_source(stream)
-        self._read_source(stream)
+            slot.get().wait_source(stream)  # site: group.wait_source
+        self._read_source(stream)  # site: group.read_source
 
     def done(self) -> bool:
         _native.require_usable()

@@ -160,7 +160,7 @@ class Lane:
     def fail(self, error: BaseException) -> None:
         """After ``error``: wait for what is in flight, and give every buffer back."""
         if not isinstance(error, KeyboardInterrupt):
-            self._drain()
+            self._drain()  # site: lanes.drain_failed
         stopped = Stopped("the pipeline failed")  # not `error`: its traceback leads back here
         for slot in self.slots:
             slot.revoke(stopped)
@@ -176,7 +176,7 @@ class Lane:
     def _drain(self) -> None:
         for slot in self.slots:
             if slot.transfer is not None:
-                slot.transfer._settle()
+                slot.transfer._settle()  # site: lanes.settle
 
     def _copy(self, value: Any, index: int) -> Transfer:
         job = self._job
@@ -189,7 +189,7 @@ class Lane:
         """Let go of an item's device memory, once its copy is done."""
         transfer = self.slots[index].transfer
         if transfer is not None:
-            transfer._release_done()
+            transfer._release_done()  # site: lanes.release_done
 
 
 class InlineLane(Lane):
@@ -205,7 +205,7 @@ class InlineLane(Lane):
         for index, handle in streams_in_use():
             reader = job.place.runtime.adopt(index, handle)
             require_no_capture(reader, "pipelined_run(out=...)")
-            job.stream.wait(reader.record())
+            job.stream.wait(reader.record())  # site: lanes.start_after_readers
 
     def issue(self, index: int) -> None:
         job = self._job
@@ -231,16 +231,16 @@ class InlineLane(Lane):
         # Nobody knows on which stream fn allocated its result: only a finished copy is safe.
         transfer = self.slots[index].transfer
         assert transfer is not None
-        transfer._wait_done()
+        transfer._wait_done()  # site: lanes.make_room
 
     def all_issued(self) -> None:
-        self._last_reads = [stream.record() for stream in self._users(None)]
+        self._last_reads = [stream.record() for stream in self._users(None)]  # site: lanes.record_last_reads
 
     def read_source(self, stream: StreamLike) -> None:
         for writer in self._users(stream):
             require_no_capture(writer, "wait_source()")
             for read in self._last_reads:
-                writer.wait(read)
+                writer.wait(read)  # site: lanes.writer_waits
 
     def _users(self, stream: StreamLike) -> list[_native.Stream]:
         """Return the streams that read or write x: the given one, or all that are current."""
@@ -278,7 +278,7 @@ class HostLane(Lane):
     def fail(self, error: BaseException) -> None:
         if self._started and not isinstance(error, KeyboardInterrupt) and not _native.ending():
             for slot in self.slots:  # the worker fills every slot, with the error after a stop
-                slot.settle()
+                slot.settle()  # site: lanes.wait_for_worker
         super().fail(error)
 
     def _launch(self, index: int) -> None:
@@ -308,7 +308,7 @@ class HostLane(Lane):
         except BaseException as error:
             self._control.stop(error)
             with contextlib.suppress(BaseException):
-                self._drain()
+                self._drain()  # site: lanes.drain_stopped
             for slot in self.slots:
                 slot.revoke(error)
 
@@ -316,4 +316,4 @@ class HostLane(Lane):
         """Let the worker wait until the copy of the item ``depth`` before is done."""
         earlier = self.slots[index - self._job.depth].transfer if index >= self._job.depth else None
         if earlier is not None:
-            earlier._hold(self._compute)
+            earlier._hold(self._compute)  # site: lanes.hold_for_room

@@ -69,9 +69,9 @@ def map_items(
         control.stop()
         if wait_for_rest and not _native.ending() and not _native.forked():
             for slot in window:
-                slot.settle()
+                slot.settle()  # site: mapping.wait_for_worker
                 if slot.transfer is not None:
-                    slot.transfer._settle()
+                    slot.transfer._settle()  # site: mapping.settle
         window.clear()
 
 

@@ -263,7 +263,7 @@ def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
     if tensor.numel() == 0:
         return
     address = tensor.data_ptr()
-    if not _native.record_use(address, native):
+    if not _native.record_use(address, native):  # site: pinned.record_use
         raise InvalidArgument("the tensor is not in memory of a pinned pool")
 
 

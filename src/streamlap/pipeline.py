@@ -124,12 +124,13 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
                         raise
         for slot in slots:
             with contextlib.suppress(_Finished):
-                slot.get()
+                slot.get()  # site: pipeline.wait_for_results
     except BaseException as error:
         control.stop()
         if not isinstance(error, KeyboardInterrupt):
             for slot in slots:
-                slot.settle()  # the item that a worker is at is finished, nothing runs on
+                # the item that a worker is at is finished, nothing runs on
+                slot.settle()  # site: pipeline.wait_for_workers
         control.forget()
         raise
     return results
@@ -332,7 +333,7 @@ def _own_stream(given: _Input) -> _native.Stream | None:
     assert current is not None
     _require_no_capture(given.stream, "pipelined_run()")
     _require_no_capture(current, "pipelined_run()")
-    current.wait(given.stream.record())
+    current.wait(given.stream.record())  # site: pipeline.product_after_cupy
     return None
 
 
@@ -344,11 +345,11 @@ def _lent_to_torch(given: _Input) -> Iterator[None]:
         yield
         return
     _require_no_capture(given.stream, "run()")
-    current.wait(given.stream.record())
+    current.wait(given.stream.record())  # site: pipeline.run_after_cupy
     try:
         yield
     finally:
-        given.stream.wait(current.record())
+        given.stream.wait(current.record())  # site: pipeline.cupy_after_run
 
 
 def _checked_x(x: Any, fn: Fn | None, position: int) -> _Input:

@@ -68,7 +68,7 @@ def plan_to_device(
                 current = current_stream(source_place)
                 require_no_capture(current, "to_device()")
                 assert current is not None
-                current.wait(producer.record())
+                current.wait(producer.record())  # site: plan_device.current_after_producer
                 producer = current
         own_stream = source_place is not None and source.stream is not None
         with on_stream(producer, source_place or place) if own_stream else contextlib.nullcontext():
@@ -94,19 +94,19 @@ def plan_to_device(
         batch = batches.setdefault((path, source_place, own), Batch())
         batch.add(index, copied, landing, tensor)
         if tensor is not source.tensor:
-            batch.sources.append(source.tensor)
+            batch.sources.append(source.tensor)  # site: plan_device.keep_packed_source
         if landing is not final:
             batch.last_steps.append((final, landing))
-            batch.destinations.append(final)
+            batch.destinations.append(final)  # site: plan_device.keep_final_destination
         if is_borrowed:
-            planned.borrowed.append(source)
+            planned.borrowed.append(source)  # site: plan_device.borrow
     for (path, source_place, own), batch in batches.items():
-        after = [] if consumer is None else [consumer]
+        after = [] if consumer is None else [consumer]  # site: plan_device.after_consumer
         producer = None
         if source_place is not None:
             producer = as_stream(None if own == foreign.PER_THREAD else own, source_place)
         if producer is not None:
-            after.append(producer)
+            after.append(producer)  # site: plan_device.after_producer
         planned.parts.append(
             submit_batch(
                 batch, path, place, True, after, chunk_bytes, source_place, own is not None

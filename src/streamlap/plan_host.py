@@ -97,7 +97,7 @@ def plan_to_cpu(
                 assert source is not None
                 if copied.tensor.numel():
                     _add_to_cpu(batches, index, copied, stage, source, pin, place, borrowed)
-        after = [] if producer is None else [producer]
+        after = [] if producer is None else [producer]  # site: plan_host.batches_after_producer
         if place.is_cuda and any(checked[index] is not None for index in indices):
             # Whoever reads the destinations so far: copies to any device, on its current stream.
             after += [
@@ -149,10 +149,10 @@ def _plan_simple(
         device=place.index,
         to_device=False,
         items=[item],
-        after=[producer] if producer is not None else [],
+        after=[producer] if producer is not None else [],  # site: plan_host.after_producer
         chunk_bytes=chunk_bytes,
-        keep_source=tensor,
-        keep_destination=dst,
+        keep_source=tensor,  # site: plan_host.keep_source
+        keep_destination=dst,  # site: plan_host.keep_destination
     )
     path = "direct" if place.is_cuda else "host"
     native = observe.submitted(submit, observe.Copy(place, False, path, item[2]))
@@ -174,7 +174,7 @@ def _current_after(producer: _native.Stream, place: Place) -> _native.Stream:
     assert current is not None
     require_no_capture(producer, "to_cpu()")
     require_no_capture(current, "to_cpu()")
-    current.wait(producer.record())
+    current.wait(producer.record())  # site: plan_host.current_after_producer
     return current
 
 
@@ -273,7 +273,7 @@ def _add_to_cpu(
     )
     if not place.is_cuda:
         batch = batches.setdefault("host", Batch())
-        borrowed.append(source)
+        borrowed.append(source)  # site: plan_host.borrow_host
         if bytes_are_values:
             batch.add(index, copied, dst, tensor)
         else:
@@ -281,7 +281,7 @@ def _add_to_cpu(
         return
     target = dst if stage is None else stage
     if bytes_are_values and stage is None:
-        borrowed.append(source)
+        borrowed.append(source)  # site: plan_host.borrow_device
     else:
         tensor = packed(tensor, target, target.dtype)
     if stage is not None:
@@ -293,6 +293,7 @@ def _add_to_cpu(
         batch = batches.setdefault("driver", Batch())
     batch.add(index, copied, target, tensor)
     if tensor is not source.tensor:
-        batch.sources.append(source.tensor)  # packing has yet to read it, on the producer's stream
+        # packing has yet to read it, on the producer's stream
+        batch.sources.append(source.tensor)  # site: plan_host.keep_packed_source
     if stage is not None:
-        batch.destinations.append(dst)
+        batch.destinations.append(dst)  # site: plan_host.keep_final_destination

@@ -52,10 +52,11 @@ def _start_copy(
         device=place.index,
         to_device=False,
         items=[(dst.data_ptr(), product.data_ptr(), nbytes, dst.itemsize, None)],
-        after=[stream],
+        after=[stream],  # site: product.after_stream
         chunk_bytes=WHOLE,
-        keep_source=(product, x),  # a caller's x may be another stream's memory
-        keep_destination=dst,
+        # a caller's x may be another stream's memory
+        keep_source=(product, x),  # site: product.keep_source
+        keep_destination=dst,  # site: product.keep_destination
     )
     if place.runtime.checked:
         place.runtime.declare(stream, product.data_ptr(), nbytes, True)
@@ -70,8 +71,8 @@ def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
     It was allocated on ``stream``, so once that stream waits for the copy, its allocator may hand
     the memory to the next product.
     """
-    native.wait_on_stream(stream)
-    native.release_source()
+    native.wait_on_stream(stream)  # site: product.make_room
+    native.release_source()  # site: product.release_source
 
 
 class ProductLane(InlineLane):
@@ -153,12 +154,12 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
             native, dst = flying[index]
             assert native is not None
             assert dst is not None
-            native.sync()
+            native.sync()  # site: product.sync
             flying[index] = (None, dst)  # the transfer dies while the next one is waited for
     except BaseException as error:
         annotate(error, index)
         if not isinstance(error, KeyboardInterrupt):
-            _drain(flying)
+            _drain(flying)  # site: product.drain
         flying.clear()
         native = dst = product = None  # the traceback keeps this frame
         raise
@@ -169,4 +170,4 @@ def _drain(flying: list[tuple[_native.Transfer | None, torch.Tensor]]) -> None:
     for native, _dst in flying:
         if native is not None:
             with contextlib.suppress(Exception):
-                native.sync()
+                native.sync()  # site: product.drain_sync

@@ -221,7 +221,7 @@ class Transfer:
                 index = part.leaves[leaf]
                 tensor: torch.Tensor = self._leaves[index].tensor
                 with self._waiting(part):
-                    self._call(part.native.chunk_sync, piece)
+                    self._call(part.native.chunk_sync, piece)  # site: transfer.chunk_sync
                 if tensor.is_contiguous() and nbytes < tensor.nbytes:
                     first = offset // tensor.itemsize
                     yield index, first, tensor.view(-1)[first : first + nbytes // tensor.itemsize]
@@ -279,7 +279,7 @@ class Transfer:
         for part in self._parts:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with self._waiting(part):
-                done = self._call(part.native.sync, left)
+                done = self._call(part.native.sync, left)  # site: transfer.sync
             if not done:
                 raise TransferTimeout(
                     f"a transfer of {self.nbytes} bytes was not done within {timeout} s"
@@ -288,15 +288,15 @@ class Transfer:
     def _order(self, part: Part, stream: _native.Stream | None) -> None:
         if stream is None:
             with self._waiting(part):
-                self._call(part.native.sync)
+                self._call(part.native.sync)  # site: transfer.order_thread
         else:
-            self._call(part.native.wait_on_stream, stream)
+            self._call(part.native.wait_on_stream, stream)  # site: transfer.order_stream
             observe.stream_waits(stream, part.place, part.native)
 
     def _hold(self, stream: _native.Stream) -> None:
         """Let a worker's later work start after the end of the copy, failed or not."""
         for part in self._parts:
-            part.native.hold_stream(stream)
+            part.native.hold_stream(stream)  # site: transfer.hold_stream
             observe.stream_waits(stream, part.place, part.native)
 
     def _waiting(self, part: Part) -> contextlib.AbstractContextManager[Any]:
@@ -339,7 +339,7 @@ class Transfer:
         """Once done: check what was borrowed, and let go of the source."""
         self._return_borrowed()
         for part in self._parts:
-            part.native.release_all()
+            part.native.release_all()  # site: transfer.release_all
 
     def _return_borrowed(self) -> None:
         """From here on the sources may be written: check them a last time."""
@@ -371,12 +371,12 @@ class Transfer:
         with contextlib.suppress(Exception):
             self._raise_error()
             for part in self._parts:
-                self._call(part.native.sync, None, False)
+                self._call(part.native.sync, None, False)  # site: transfer.settle
             self._finish()
 
     def _wait_done(self) -> None:
         """Block until the copy is done, let go of the source; raise what :meth:`result` would."""
-        self._sync(None)
+        self._sync(None)  # site: transfer.wait_done
         self._finish()
         self._raise_modified()
 
@@ -431,7 +431,7 @@ class Transfer:
         for leaf in self._leaves[first:last]:
             if isinstance(leaf, Copied) and leaf.part is not None:
                 with self._waiting(leaf.part):
-                    self._call(leaf.part.native.leaf_sync, leaf.position)
+                    self._call(leaf.part.native.leaf_sync, leaf.position)  # site: transfer.leaf_sync
         self._check_borrowed()
         self._raise_modified()
         values = [

@@ -5,7 +5,8 @@
 //   }
 //
 // CHECKs count and go on, from any thread; REQUIRE and SKIP end the test, on its own thread only.
-// An argument runs only the tests whose name contains it. Exit status: 0 all passed, 1 a failure,
+// An argument runs only the tests whose name contains it, or one of several between commas. Exit
+// status: 0 all passed, 1 a failure,
 // 2 no test selected, 77 every selected test skipped. STREAMLAP_REQUIRE_GPU makes a skip a failure.
 #pragma once
 
@@ -80,6 +81,15 @@ void check_eq(const A& a, const B& b, const char* file, int line, const char* te
   }
 }
 
+inline bool selected(std::string_view name, std::string_view filter) {
+  for (;;) {
+    const std::size_t comma = filter.find(',');
+    if (name.find(filter.substr(0, comma)) != std::string_view::npos) return true;
+    if (comma == std::string_view::npos) return false;
+    filter.remove_prefix(comma + 1);
+  }
+}
+
 inline int run(const std::vector<Test>& tests, std::string_view filter) {
   const bool skip_fails = std::getenv("STREAMLAP_REQUIRE_GPU") != nullptr;
   const int before = failures.exchange(0);
@@ -87,7 +97,7 @@ inline int run(const std::vector<Test>& tests, std::string_view filter) {
   int failed = 0;
   int skipped = 0;
   for (const Test& test : tests) {
-    if (test.name.find(filter) == std::string::npos) continue;
+    if (!selected(test.name, filter)) continue;
     failures = 0;
     std::string skip;
     bool was_skipped = false;

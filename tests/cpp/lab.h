@@ -3,7 +3,6 @@
 #pragma once
 
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -60,32 +59,37 @@ class ReusedStreams final : public ProxyRuntime {
 // A mutant: the calls at one site are left out. See tests/mutants.py.
 class WithoutSite final : public ProxyRuntime {
  public:
-  WithoutSite(std::shared_ptr<Runtime> inner, std::string site)
-      : ProxyRuntime(std::move(inner)), site_(std::move(site)) {}
+  using ProxyRuntime::ProxyRuntime;
 
   void stream_sync(StreamRef stream, Site site) override {
-    if (site.name != site_) ProxyRuntime::stream_sync(stream, site);
+    if (!dropped(site)) ProxyRuntime::stream_sync(stream, site);
   }
   void stream_wait(StreamRef stream, const Event& event, Site site) override {
-    if (site.name != site_) ProxyRuntime::stream_wait(stream, event, site);
+    if (!dropped(site)) ProxyRuntime::stream_wait(stream, event, site);
   }
   void event_record(Event& event, StreamRef stream, Site site) override {
-    if (site.name != site_) ProxyRuntime::event_record(event, stream, site);
+    if (!dropped(site)) ProxyRuntime::event_record(event, stream, site);
+  }
+  bool event_query(const Event& event, Site site) override {
+    return dropped(site) || ProxyRuntime::event_query(event, site);
+  }
+  EventState event_state(const Event& event, Site site) noexcept override {
+    return dropped(site) ? EventState::passed : ProxyRuntime::event_state(event, site);
   }
   bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override {
-    return site.name == site_ || ProxyRuntime::event_sync_for(event, timeout, site);
+    return dropped(site) || ProxyRuntime::event_sync_for(event, timeout, site);
   }
-
- private:
-  const std::string site_;
+  void lock_acquired(const void* lock, Site site) noexcept override {
+    if (!dropped(site)) ProxyRuntime::lock_acquired(lock, site);
+  }
+  void lock_released(const void* lock, Site site) noexcept override {
+    if (!dropped(site)) ProxyRuntime::lock_released(lock, site);
+  }
 };
 
 // With the order checker in between, which must find nothing in any of the programs.
 inline std::shared_ptr<Runtime> checked(std::shared_ptr<Runtime> runtime) {
-  auto made = std::make_shared<order::CheckedRuntime>(std::move(runtime));
-  const char* site = std::getenv("STREAMLAP_WITHOUT_SITE");
-  if (site == nullptr) return made;
-  return std::make_shared<WithoutSite>(std::move(made), site);
+  return std::make_shared<WithoutSite>(std::make_shared<order::CheckedRuntime>(std::move(runtime)));
 }
 
 inline std::shared_ptr<Runtime> host_backend() { return checked(make_host_runtime()); }
@@ -173,8 +177,8 @@ struct Lab {
 
   bool cuda() const { return runtime->uses_device_memory(); }
   // A thread that is started comes after what its starter did; no call of the seam says so.
-  void hand_over() { runtime->lock_released(this); }
-  void take_over() { runtime->lock_acquired(this); }
+  void hand_over() { runtime->lock_released(this, here); }
+  void take_over() { runtime->lock_acquired(this, here); }
   StreamRef stream(StreamKind kind) {
     streams.push_back(runtime->stream_create(0, kind));
     return streams.back();

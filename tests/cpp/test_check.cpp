@@ -66,6 +66,8 @@ TEST(the_filter_selects_and_no_test_is_an_error) {
   const std::vector<check::Test> tests = {{"good", pass}, {"bad", fail_twice}};
   CHECK_EQ(run_apart(tests, "oo").status, 0);
   CHECK_EQ(run_apart(tests, "other").status, 2);
+  CHECK_EQ(run_apart(tests, "other,goo").status, 0);
+  CHECK_EQ(run_apart(tests, "goo,ba").status, 1);
   CHECK_EQ(run_apart({}).status, 2);
 }
 

@@ -880,6 +880,35 @@ ON_EACH_RUNTIME(a_late_submit_that_fails_keeps_both_ends_until_its_copies_are_do
   CHECK(*from.gone);
 }
 
+// Nobody can tell when the copy that was issued will be done.
+TEST(host_a_failed_submit_whose_end_cannot_be_recorded_is_kept) {
+  struct Broken final : ProxyRuntime {
+    using ProxyRuntime::ProxyRuntime;
+    void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override {
+      ProxyRuntime::copy_async(dst, src, bytes, stream);
+      broken = true;
+    }
+    void event_record(Event& event, StreamRef stream, Site site) override {
+      if (broken) throw Boom();
+      ProxyRuntime::event_record(event, stream, site);
+    }
+    bool broken = false;
+  };
+  Lab lab(host_backend());
+  auto broken = std::make_shared<Broken>(lab.runtime);
+  CopyEngine engine(broken);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  Keep from;
+  TransferRequest request = request_of(out, source);
+  request.keep_source = std::move(from.handle);
+  CHECK_THROWS(engine.submit(std::move(request)), Boom);
+  request = {};
+  lab.runtime->device_sync(0);
+  CHECK(still_kept(engine));
+  CHECK(!*from.gone);
+}
+
 TEST(host_a_failed_submit_leaves_no_error_of_its_producer_behind) {
   Lab lab(host_backend());
   auto failing = std::make_shared<FailAt>(lab.runtime);

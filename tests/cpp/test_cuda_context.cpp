@@ -81,7 +81,7 @@ void use_everything(Runtime& runtime, int device, const std::function<void(const
   after("launch");
   runtime.stream_wait(stream, *begin, here);
   after("stream_wait");
-  runtime.event_query(*end);
+  runtime.event_query(*end, here);
   after("event_query");
   runtime.event_sync_for(*end, 1ms, here);
   after("event_sync_for");
@@ -112,6 +112,35 @@ void expect_current(CUcontext expected, const char* call) {
   if (current() != expected) {
     check::fail(__FILE__, __LINE__, std::string(call) + " changed the current context");
   }
+}
+
+// A context that is not the device's own, current in this thread while it lives.
+struct OtherContext {
+  OtherContext() {
+    void* pointer = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    // As it was in CUDA 11.0; its parameters have changed since.
+    REQUIRE(cudaGetDriverEntryPointByVersion("cuCtxCreate", &pointer, 11000, cudaEnableDefault,
+                                             &found) == cudaSuccess);
+    REQUIRE(found == cudaDriverEntryPointSuccess);
+    auto create = reinterpret_cast<CUresult (*)(CUcontext*, unsigned, CUdevice)>(pointer);
+    REQUIRE(create(&context, 0, 0) == CUDA_SUCCESS);
+  }
+  ~OtherContext() { driver<CUresult (*)(CUcontext)>("cuCtxDestroy")(context); }
+  CUcontext context = nullptr;
+};
+
+CUcontext context_of(void* memory) {
+  CUcontext context = nullptr;
+  auto ask = driver<CUresult (*)(void*, CUpointer_attribute, CUdeviceptr)>("cuPointerGetAttribute");
+  REQUIRE(ask(&context, CU_POINTER_ATTRIBUTE_CONTEXT, reinterpret_cast<CUdeviceptr>(memory)) ==
+          CUDA_SUCCESS);
+  return context;
+}
+
+CUcontext primary_context() {
+  REQUIRE(cudaSetDevice(0) == cudaSuccess);
+  return current();
 }
 
 }  // namespace
@@ -158,6 +187,56 @@ TEST(cuda_the_current_device_stays_current) {
       CHECK_EQ(device, mine);
       CHECK(cudaGetLastError() == cudaSuccess);
     }
+  }
+}
+
+TEST(cuda_memory_is_the_devices_own_whatever_is_current) {
+  auto runtime = cuda_backend();
+  const CUcontext primary = primary_context();
+  OtherContext other;
+  REQUIRE(current() == other.context);
+  void* memory = runtime->alloc_device(0, 4096);
+  CHECK(context_of(memory) == primary);
+  expect_current(other.context, "alloc_device");
+  runtime->free_device(0, memory, 4096);
+}
+
+TEST(cuda_a_capture_of_this_thread_survives_our_calls) {
+  auto runtime = cuda_backend();
+  REQUIRE(cudaSetDevice(0) == cudaSuccess);
+  StreamRef stream = runtime->stream_create(0, StreamKind::copy, false);
+  EventPtr event = runtime->event_create(0, false);
+  runtime->event_record(*event, stream, here);
+  CHECK(runtime->event_sync_for(*event, patience, here));
+  cudaStream_t captured = nullptr;
+  REQUIRE(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking) == cudaSuccess);
+  REQUIRE(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal) == cudaSuccess);
+  void* memory = nullptr;
+  try {
+    CHECK(runtime->event_query(*event, here));
+    memory = runtime->alloc_device(0, 4096);
+  } catch (const Error& error) {
+    check::fail(__FILE__, __LINE__, error.what());
+  }
+  cudaGraph_t graph = nullptr;
+  CHECK(cudaStreamEndCapture(captured, &graph) == cudaSuccess);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaStreamDestroy(captured);
+  cudaGetLastError();
+  if (memory != nullptr) runtime->free_device(0, memory, 4096);
+}
+
+TEST(cuda_the_capture_mode_stays_the_callers) {
+  auto runtime = cuda_backend();
+  for (cudaStreamCaptureMode mine : {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
+                                     cudaStreamCaptureModeRelaxed}) {
+    cudaStreamCaptureMode mode = mine;
+    REQUIRE(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+    void* memory = runtime->alloc_device(0, 4096);
+    runtime->free_device(0, memory, 4096);
+    // Puts back what was there before, and tells what our calls left.
+    REQUIRE(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+    CHECK(mode == mine);
   }
 }
 

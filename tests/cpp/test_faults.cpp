@@ -702,6 +702,9 @@ const std::set<std::string> all_sites = {
     "engine.record_ready",
     "pool.record_use",
     "transfer.abandoned_after_current_streams",
+    "transfer.ask_done",
+    "transfer.ask_issued",
+    "transfer.ask_leaf",
     "transfer.chunk",
     "transfer.consumer_waits",
     "transfer.done",
@@ -770,10 +773,10 @@ ON_EACH_THREADED_RUNTIME(a_fault_happens_where_it_is_planned_and_only_there) {
   CHECK(faulty.sites() == std::vector<std::string>{here.name});
   faulty.arm(fault::parse_plans("event_query:1:sticky"));
   launch();
-  CHECK(faulty.event_state(*event) == EventState::passed);
-  CHECK_THROWS(faulty.event_query(*event), fault::Injected);
+  CHECK(faulty.event_state(*event, here) == EventState::passed);
+  CHECK_THROWS(faulty.event_query(*event, here), fault::Injected);
   CHECK_THROWS(launch(), fault::Injected);
-  CHECK(faulty.event_state(*event) == EventState::lost);
+  CHECK(faulty.event_state(*event, here) == EventState::lost);
 }
 
 ON_EACH_THREADED_RUNTIME(an_error_that_comes_later_follows_its_stream) {
@@ -795,8 +798,8 @@ ON_EACH_THREADED_RUNTIME(an_error_that_comes_later_follows_its_stream) {
   CHECK_EQ(ran, 4);
   CHECK(faulty.event_sync_for(*before, patience, here));
   CHECK_THROWS(faulty.event_sync_for(*after, patience, here), fault::Injected);
-  CHECK_THROWS(faulty.event_query(*after), fault::Injected);
-  CHECK(faulty.event_state(*after) == EventState::passed);
+  CHECK_THROWS(faulty.event_query(*after, here), fault::Injected);
+  CHECK(faulty.event_state(*after, here) == EventState::passed);
   CHECK_THROWS(faulty.stream_sync(second, here), fault::Injected);
   faulty.stream_sync(second, here);
 }

@@ -1,5 +1,6 @@
 // The order checker: pairs of programs, one in order and one with a single wait, record or sync
 // less. It must refuse the second under every schedule and find nothing in the first.
+#include <functional>
 #include <thread>
 
 #include "lab.h"
@@ -269,4 +270,290 @@ TEST(memory_that_came_back_from_the_system_is_nobodys) {
     lab.runtime->device_sync(0);
     lab.runtime->free_pinned(memory, size);
   }
+}
+
+PAIR(a_write_after_a_read_that_is_declared) {
+  auto data = lab.device(size, 1);
+  StreamRef theirs = lab.compute();
+  StreamRef writer = lab.compute();
+  lab.runtime->declare(theirs, data->data(), size, false);
+  if (!racy) wait(lab, writer, lab.record(theirs));
+  lab.produce(writer, data->data(), 2, size);
+}
+
+PAIR(a_write_after_the_reads_of_two_streams) {
+  auto data = lab.device(size, 1);
+  StreamRef first = lab.copy();
+  StreamRef second = lab.copy();
+  StreamRef writer = lab.compute();
+  lab.runtime->copy_async(lab.pinned(size)->data(), data->data(), size, first);
+  lab.runtime->copy_async(lab.pinned(size)->data(), data->data(), size, second);
+  if (!racy) wait(lab, writer, lab.record(first));
+  wait(lab, writer, lab.record(second));
+  lab.produce(writer, data->data(), 2, size);
+}
+
+PAIR(a_write_after_the_second_read_of_a_stream) {
+  auto data = lab.device(size, 1);
+  StreamRef reader = lab.copy();
+  StreamRef writer = lab.compute();
+  lab.runtime->copy_async(lab.pinned(size)->data(), data->data(), size, reader);
+  EventPtr read = lab.record(reader);
+  lab.runtime->copy_async(lab.pinned(size)->data(), data->data(), size, reader);
+  wait(lab, writer, racy ? read : lab.record(reader));
+  lab.produce(writer, data->data(), 2, size);
+}
+
+PAIR(a_host_that_synchronises_the_device) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  lab.runtime->copy_async(out->data(), data->data(), size, lab.copy());
+  if (!racy) lab.runtime->device_sync(0);
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_host_that_sees_an_idle_stream) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  while (!racy && !lab.runtime->stream_idle(stream)) lab.runtime->poll();
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_host_that_asks_and_is_told_no) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  auto gate = lab.runtime->gate(stream);
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  CHECK(!lab.runtime->event_query(*copied, here));
+  if (!racy) {
+    gate->open();
+    CHECK(lab.in_time(copied));
+  }
+  lab.runtime->host_reads(out->data(), size);
+}
+
+// Another thread waits for what its starter recorded, and reads what its starter has written.
+PAIR(a_thread_knows_what_came_before_the_record) {
+  auto out = lab.pinned(size);
+  StreamRef stream = lab.copy();
+  EventPtr event = lab.record(stream);
+  lab.runtime->taken(out->data(), size);
+  if (!racy) event = lab.record(stream);
+  bool caught = false;
+  std::thread([&] {
+    CHECK(lab.in_time(event));
+    caught = refused([&] { lab.runtime->host_reads(out->data(), size); });
+  }).join();
+  if (caught) throw Error(ErrorKind::order, "as it should be");
+}
+
+PAIR(a_thread_knows_what_came_before_the_lock_was_given_up) {
+  auto out = lab.pinned(size);
+  if (racy) lab.hand_over();
+  lab.runtime->taken(out->data(), size);
+  if (!racy) lab.hand_over();
+  bool caught = false;
+  std::thread([&] {
+    lab.take_over();
+    caught = refused([&] { lab.runtime->host_reads(out->data(), size); });
+  }).join();
+  if (caught) throw Error(ErrorKind::order, "as it should be");
+}
+
+PAIR(what_a_lock_guards_is_touched_by_two_threads) {
+  int guarded = 0;
+  const auto touch = [&] {
+    if (!racy) lab.runtime->lock_acquired(&guarded, here);
+    lab.runtime->guarded(&guarded, here);
+    if (!racy) lab.runtime->lock_released(&guarded, here);
+  };
+  std::thread(touch).join();
+  std::thread(touch).join();
+  lab.runtime->host_reads(nullptr, 0);
+}
+
+// ---- callables
+
+namespace {
+
+// Runs a callable on a host stream; throws what it threw.
+void on_a_host_stream(Lab& lab, std::function<void()> body) {
+  StreamRef stream = lab.host();
+  lab.runtime->launch(std::move(body), stream);
+  lab.runtime->stream_sync(stream, here);
+}
+
+}  // namespace
+
+PAIR(a_callable_that_reads_what_it_has_not_waited_for) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  on_a_host_stream(lab, [&] {
+    if (!racy) CHECK(lab.in_time(copied));
+    lab.runtime->host_reads(out->data(), size);
+  });
+}
+
+PAIR(an_event_that_a_callable_records_too_early) {
+  auto data = lab.device(size);
+  auto out = lab.pinned(size);
+  auto value = lab.pinned(size, 1);
+  StreamRef producer = lab.compute();
+  StreamRef consumer = lab.copy();
+  on_a_host_stream(lab, [&] {
+    EventPtr event = lab.record(producer);
+    lab.runtime->copy_async(data->data(), value->data(), size, producer);
+    if (!racy) event = lab.record(producer);
+    wait(lab, consumer, event);
+    lab.runtime->copy_async(out->data(), data->data(), size, consumer);
+  });
+}
+
+PAIR(what_a_callable_learned_is_known_to_its_stream) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  StreamRef host = lab.host();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  lab.runtime->launch(
+      [&] {
+        if (!racy) CHECK(lab.in_time(copied));
+      },
+      host);
+  lab.runtime->stream_sync(host, here);
+  lab.runtime->stream_sync(host, here);  // the first was issued before the callable ended
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_callable_that_is_told_by_a_thread) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  lab.hand_over();
+  std::thread([&] {
+    lab.take_over();
+    StreamRef stream = lab.copy();
+    lab.runtime->copy_async(out->data(), data->data(), size, stream);
+    lab.runtime->stream_sync(stream, here);
+    if (!racy) lab.hand_over();
+  }).join();
+  on_a_host_stream(lab, [&] {
+    lab.take_over();
+    lab.runtime->host_reads(out->data(), size);
+  });
+}
+
+PAIR(a_thread_that_is_told_by_a_callable) {
+  auto out = lab.pinned(size);
+  on_a_host_stream(lab, [&] {
+    lab.runtime->taken(out->data(), size);
+    if (!racy) lab.hand_over();
+  });
+  bool caught = false;
+  std::thread([&] {
+    lab.take_over();
+    caught = refused([&] { lab.runtime->host_reads(out->data(), size); });
+  }).join();
+  if (caught) throw Error(ErrorKind::order, "as it should be");
+}
+
+namespace {
+
+// A callable's read, and the throw that ends it, come before what the thread does that saw it.
+void read_and_fail(Lab& lab) {
+  auto out = lab.pinned(size);
+  StreamRef host = lab.host();
+  lab.runtime->launch(
+      [&] {
+        lab.runtime->host_reads(out->data(), size);
+        throw std::runtime_error("deliberate");
+      },
+      host);
+  CHECK_THROWS(lab.runtime->stream_sync(host, here), std::runtime_error);
+  CHECK(!refused([&] { lab.runtime->taken(out->data(), size); }));
+}
+
+void wait_for_marks(Lab& lab, bool racy) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  auto gate = lab.runtime->gate(stream);
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  const std::vector<EventPtr> marks = lab.runtime->mark_workers(0);
+  CHECK_EQ(marks.size(), 1);
+  gate->open();
+  for (const EventPtr& mark : marks) CHECK(racy || lab.in_time(mark));
+  CHECK_EQ(refused([&] { lab.runtime->host_reads(out->data(), size); }), racy);
+}
+
+}  // namespace
+
+TEST(host_a_sync_that_throws_has_waited) {
+  Lab lab(host_backend());
+  read_and_fail(lab);
+}
+
+TEST(sim_a_sync_that_throws_has_waited) {
+  for (const std::string& schedule : schedules()) {
+    Lab lab(sim_backend(schedule, true));
+    read_and_fail(lab);
+  }
+}
+
+TEST(host_marks_of_workers_stand_for_their_work) {
+  for (bool racy : {false, true}) {
+    Lab lab(host_backend());
+    wait_for_marks(lab, racy);
+  }
+}
+
+TEST(sim_marks_of_workers_stand_for_their_work) {
+  for (bool racy : {false, true}) {
+    for (const std::string& schedule : schedules()) {
+      Lab lab(sim_backend(schedule, false));
+      wait_for_marks(lab, racy);
+    }
+  }
+}
+
+TEST(host_synchronising_one_device_tells_nothing_of_another) {
+  for (int device : {0, 1}) {
+    Lab lab(host_backend());
+    auto out = lab.pinned(size);
+    auto data = lab.device(size, 1);
+    StreamRef stream = lab.runtime->stream_create(1, StreamKind::copy);
+    lab.runtime->copy_async(out->data(), data->data(), size, stream);
+    lab.runtime->device_sync(device);
+    CHECK_EQ(refused([&] { lab.runtime->host_reads(out->data(), size); }), device == 0);
+    lab.runtime->device_sync(1);
+  }
+}
+
+// The system may give the same memory again: to somebody who knows nothing of its last owner.
+TEST(host_memory_of_another_thread_that_came_back_is_nobodys) {
+  struct Same final : ProxyRuntime {
+    using ProxyRuntime::ProxyRuntime;
+    void* alloc_pinned(std::size_t) override { return memory.data(); }
+    void free_pinned(void*, std::size_t) noexcept override {}
+    std::vector<unsigned char> memory = std::vector<unsigned char>(size);
+  };
+  Lab lab(checked(std::make_shared<Same>(make_host_runtime())));
+  auto data = lab.runtime->alloc_device(0, size);
+  const auto fill = [&](StreamRef stream) {
+    void* memory = lab.runtime->alloc_pinned(size);
+    lab.runtime->copy_async(memory, data, size, stream);
+    lab.runtime->stream_sync(stream, here);
+    lab.runtime->free_pinned(memory, size);
+  };
+  const std::vector<StreamRef> streams{lab.copy(), lab.copy()};
+  std::thread([&] { fill(streams[0]); }).join();
+  CHECK(!refused([&] { fill(streams[1]); }));
+  lab.runtime->free_device(0, data, size);
 }

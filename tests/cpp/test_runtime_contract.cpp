@@ -46,7 +46,7 @@ ON_EACH_RUNTIME(a_gate_holds_what_comes_after_it) {
   lab.runtime->copy_async(out->data(), source->data(), size, stream);
   EventPtr event = lab.record(stream);
   CHECK(lab.held(event));
-  CHECK(!lab.runtime->event_query(*event));
+  CHECK(!lab.runtime->event_query(*event, here));
   CHECK(!lab.runtime->stream_idle(stream));
   CHECK(out->holds(poison));
   gate->open();
@@ -110,12 +110,12 @@ ON_EACH_RUNTIME(a_consumer_waits_for_its_producer) {
   lab.runtime->copy_async(out->data(), data->data(), size, consumer);
   EventPtr consumed = lab.record(consumer);
   CHECK(lab.held(consumed));
-  CHECK(!lab.runtime->event_query(*produced));
+  CHECK(!lab.runtime->event_query(*produced, here));
   CHECK(out->holds(poison));
   gate->open();
   CHECK(lab.in_time(consumed));
   CHECK(out->holds(9));
-  CHECK(lab.runtime->event_query(*produced));
+  CHECK(lab.runtime->event_query(*produced, here));
 }
 
 ON_EACH_RUNTIME(order_rides_along_a_chain_of_streams) {
@@ -165,7 +165,7 @@ ON_EACH_RUNTIME(one_event_orders_many_waiters) {
     ends.push_back(lab.record(waiter));
   }
   CHECK(lab.held(ends[0]));
-  for (const EventPtr& end : ends) CHECK(!lab.runtime->event_query(*end));
+  for (const EventPtr& end : ends) CHECK(!lab.runtime->event_query(*end, here));
   gate->open();
   for (const EventPtr& end : ends) CHECK(lab.in_time(end));
 }
@@ -175,7 +175,7 @@ ON_EACH_RUNTIME(one_event_orders_many_waiters) {
 
 ON_EACH_RUNTIME(an_event_never_recorded_is_done_and_no_wait) {
   EventPtr event = lab.runtime->event_create(0);
-  CHECK(lab.runtime->event_query(*event));
+  CHECK(lab.runtime->event_query(*event, here));
   CHECK(lab.runtime->event_sync_for(*event, 0ns, here));
   StreamRef stream = lab.compute();
   lab.runtime->stream_wait(stream, *event, here);
@@ -188,7 +188,7 @@ ON_EACH_RUNTIME(record_captures_the_work_so_far) {
   EventPtr before = lab.record(stream);
   auto gate = lab.runtime->gate(stream);
   CHECK(lab.in_time(before));
-  CHECK(lab.runtime->event_query(*before));
+  CHECK(lab.runtime->event_query(*before, here));
   gate->open();
 }
 
@@ -428,7 +428,7 @@ ON_EACH_RUNTIME(many_threads_share_one_event) {
       for (int i = 0; i < 100; ++i) {
         lab.runtime->event_record(*event, stream, here);
         lab.runtime->stream_wait(waiter, *event, here);
-        lab.runtime->event_query(*event);
+        lab.runtime->event_query(*event, here);
       }
       CHECK(lab.in_time(event));
     });
@@ -540,7 +540,7 @@ ON_EACH_RUNTIME(the_first_error_skips_later_work_until_sync_takes_it_off) {
   CHECK_THROWS(lab.in_time(event), Boom);
   CHECK_EQ(ran.load(), 1);
   CHECK(watch.expired());  // skipped, yet destroyed
-  CHECK_THROWS(lab.runtime->event_query(*event), Boom);
+  CHECK_THROWS(lab.runtime->event_query(*event, here), Boom);
   CHECK(lab.runtime->stream_idle(stream));
   CHECK_THROWS(lab.runtime->stream_sync(stream, here), Boom);
   lab.runtime->stream_sync(stream, here);  // taken off
