@@ -11,6 +11,7 @@
 #include "bindings/types.h"
 #include "bindings/watch.h"
 #include "check/checked_runtime.h"
+#include "check/faulty_runtime.h"
 #include "runtime/worker.h"
 
 namespace streamlap::bindings {
@@ -56,6 +57,13 @@ std::shared_ptr<Runtime> cuda_runtime() {
     g_cuda_runtime = runtime->get();
   }
   return *runtime;
+}
+
+// What checks a runtime's calls, be it beneath injected faults; null: nothing does.
+order::CheckedRuntime* checking(Runtime& runtime) {
+  if (auto* faulty = dynamic_cast<fault::FaultyRuntime*>(&runtime))
+    return checking(*faulty->inner());
+  return dynamic_cast<order::CheckedRuntime*>(&runtime);
 }
 
 void sync_stream(const PyStream& stream) {
@@ -262,7 +270,7 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("checked", &Runtime::checked)
       .def("accesses",
            [](Runtime& self) {
-             auto* checked = dynamic_cast<order::CheckedRuntime*>(&self);
+             auto* checked = checking(self);
              return checked == nullptr ? 0 : checked->checker().accesses();
            })
       .def(

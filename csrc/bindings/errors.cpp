@@ -2,6 +2,7 @@
 #include "base/errors.h"
 
 #include "bindings/gil.h"
+#include "check/fault_plan.h"
 
 namespace streamlap::bindings {
 namespace {
@@ -38,6 +39,8 @@ void translate(std::exception_ptr pointer) {
   } catch (const PythonError& error) {
     PyObject* value = error.value.get();
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value)), value);
+  } catch (const fault::Interrupt&) {
+    PyErr_SetNone(PyExc_KeyboardInterrupt);
   } catch (const PoolExhausted& error) {
     py::object cls = error_class(error.kind());
     py::object value = cls(error.what(), error.used, error.limit);

@@ -112,5 +112,6 @@ void bind_runtime(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_transfer(py::module_& module);
 void bind_sim(py::module_& module);
+void bind_faults(py::module_& module);
 
 }  // namespace streamlap::bindings

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_native, module) {
   streamlap::bindings::bind_pool(module);
   streamlap::bindings::bind_transfer(module);
   streamlap::bindings::bind_sim(module);
+  streamlap::bindings::bind_faults(module);
 }

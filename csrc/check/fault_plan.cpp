@@ -49,6 +49,7 @@ std::string to_string(const Plan& plan) {
 
 std::vector<Plan> parse_plans(const std::string& text) {
   std::vector<Plan> plans;
+  if (text.empty()) return plans;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
     plans.push_back(parse_plan(text.substr(begin, end - begin)));

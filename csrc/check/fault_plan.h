@@ -71,7 +71,8 @@ struct Plan {
 };
 
 std::string to_string(const Plan& plan);
-// One plan or several, with commas. Throws Error(invalid_argument) that says what may be written.
+// Plans with commas between them; none if the text is empty. Throws Error(invalid_argument) that
+// says what may be written.
 std::vector<Plan> parse_plans(const std::string& text);
 
 // The error of a fault; the text names the plan.

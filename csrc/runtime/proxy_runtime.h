@@ -12,6 +12,8 @@ class ProxyRuntime : public Runtime {
  public:
   explicit ProxyRuntime(std::shared_ptr<Runtime> inner) : inner_(std::move(inner)) {}
 
+  const std::shared_ptr<Runtime>& inner() const noexcept { return inner_; }
+
   // Before every call that enqueues or allocates; throws in its place where a test wants that.
   virtual void before(const char* /*call*/) {}
 

@@ -737,8 +737,9 @@ TEST(a_plan_is_read_and_written) {
         "launch:1:later,stream_sync:2:always", "event_query:1:sticky"}) {
     CHECK_EQ(text_of(fault::parse_plans(text)), text);
   }
+  CHECK(fault::parse_plans("").empty());
   for (const char* text :
-       {"", "event_record", "event_record:3", "event_record:0:once", "event_record:x:once",
+       {",", "event_record", "event_record:3", "event_record:0:once", "event_record:x:once",
         "event_record::once", "event_record:3:never", "no_call:3:once", "event_query:1:later",
         "launch:1:interrupt", "event_query:1:memory", "launch:1:once,", "launch:1:once:x",
         "launch:-1:once", "launch:99999999999999999999999:once"}) {
