@@ -112,21 +112,21 @@ PoolExhausted PinnedPool::exhausted(const std::string& wanted) const {
                        held_bytes_, stats_.limit);
 }
 
-bool PinnedPool::make_room(std::size_t bytes, Freed& out) noexcept {
+bool PinnedPool::make_room(std::size_t bytes, Freed& out, const SizeClass* kept) noexcept {
   if (bytes > stats_.limit) return false;
   const std::size_t most = stats_.limit - bytes;
   if (stats_.reserved <= most) return true;
   std::size_t empty = 0;
-  for (const auto& entry : sizes_) empty += entry.second.empty_bytes();
+  for (const auto& [capacity, size] : sizes_) empty += &size == kept ? 0 : size.empty_bytes();
   if (stats_.reserved - empty > most) return false;
-  give_up(stats_.reserved - most, out);
+  give_up(stats_.reserved - most, out, kept);
   return true;
 }
 
-std::size_t PinnedPool::give_up(std::size_t bytes, Freed& out) noexcept {
+std::size_t PinnedPool::give_up(std::size_t bytes, Freed& out, const SizeClass* kept) noexcept {
   std::size_t found = 0;
   for (auto size = sizes_.rbegin(); size != sizes_.rend() && found < bytes; ++size) {
-    found += size->second.give_up(bytes - found, out);
+    if (&size->second != kept) found += size->second.give_up(bytes - found, out);
   }
   stats_.cached -= found;
   leaving_ += found;

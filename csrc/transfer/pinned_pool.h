@@ -162,8 +162,9 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   bool finished(Retired& block);
   Piece take_ready(SizeClass& size);
   void collect_finished();
-  bool make_room(std::size_t bytes, Freed& out) noexcept;  // false, nothing done: it cannot be
-  std::size_t give_up(std::size_t bytes, Freed& out) noexcept;
+  // False, and nothing done, where there can be no room. Of `kept`, no block is given up.
+  bool make_room(std::size_t bytes, Freed& out, const SizeClass* kept = nullptr) noexcept;
+  std::size_t give_up(std::size_t bytes, Freed& out, const SizeClass* kept = nullptr) noexcept;
   std::size_t slab_blocks(const SizeClass& size, std::size_t wanted) const noexcept;
   Claim claim(SizeClass& size, std::size_t count);
   void unclaim(const Claim& claimed) noexcept;

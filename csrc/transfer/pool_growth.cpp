@@ -49,10 +49,10 @@ bool PinnedPool::grow_step(Growth& growth) {
     if (growth.left_ == 0) return false;
     SizeClass& size = size_of(growth.capacity_);
     std::size_t count = slab_blocks(size, growth.left_);
-    bool room = make_room(count * size.capacity(), freed);
+    bool room = make_room(count * size.capacity(), freed, &size);
     if (!room && count > 1) {
       count = 1;
-      room = make_room(size.capacity(), freed);
+      room = make_room(size.capacity(), freed, &size);
     }
     try {
       if (process::ending()) {
