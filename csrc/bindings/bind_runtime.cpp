@@ -116,9 +116,8 @@ bool shutdown(double timeout) {
     GilRelease released;
     const double deadline = steady_seconds() + timeout;
     do {
-      idle = true;
+      idle = !pools_busy() && handed_out_idle();
       for (Runtime* runtime : runtimes) idle = idle && is_idle(*runtime);
-      idle = idle && handed_out_idle();
       if (!idle) std::this_thread::sleep_for(std::chrono::microseconds(200));
     } while (!idle && steady_seconds() < deadline);
   }
@@ -221,6 +220,7 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("name", &Runtime::name)
       .def_property_readonly("device_count", &Runtime::device_count)
       .def_property_readonly("uses_device_memory", &Runtime::uses_device_memory)
+      .def_property_readonly("pinned_how", &Runtime::pinned_how)
       .def("active_devices",
            [](Runtime& self) {
              std::vector<int> active;

@@ -107,6 +107,9 @@ bool wait_sliced(Runtime& runtime, std::optional<double> timeout, Wait&& wait) {
   }
 }
 
+// True while a pool reserves memory ahead of its use, in a thread of its own.
+bool pools_busy();
+
 void register_errors();
 void bind_runtime(py::module_& module);
 void bind_pool(py::module_& module);

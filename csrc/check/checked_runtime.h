@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "check/order_checker.h"
 
@@ -23,6 +24,7 @@ class CheckedRuntime final : public Runtime {
 
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
+  std::string pinned_how() const override { return inner_->pinned_how(); }
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
 

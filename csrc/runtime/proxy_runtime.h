@@ -30,6 +30,7 @@ class ProxyRuntime : public Runtime {
   void free_pinned(void* pointer, std::size_t bytes) noexcept override {
     inner_->free_pinned(pointer, bytes);
   }
+  std::string pinned_how() const override { return inner_->pinned_how(); }
   void* alloc_device(int device, std::size_t bytes) override {
     return inner_->alloc_device(device, bytes);
   }

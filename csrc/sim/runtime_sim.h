@@ -74,6 +74,7 @@ class SimRuntime final : public Runtime {
 
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
+  std::string pinned_how() const override { return "ordinary memory"; }
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
 

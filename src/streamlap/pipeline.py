@@ -224,7 +224,7 @@ def pipelined_run(
             _require_no_capture(stream, "pipelined_run()")
             _require_no_capture(given.stream, "pipelined_run()")  # fn may use it
             if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
-                lanes.append(ProductLane(job, control, stream, timed=not wait))
+                lanes.append(ProductLane(job, control, stream, count, timed=not wait))
             else:
                 lanes.append(InlineLane(job, lane_out, control))
         else:
