@@ -84,7 +84,7 @@ def run(tests: list[str], folder: Path, limit: float) -> tuple[str, str]:
             os.chdir(ROOT)
             import pytest
 
-            code = pytest.main(["-q", "-x", "-rs", "-p", "no:cacheprovider", "--tb=line", *tests])
+            code = pytest.main(["-q", "-x", "-rfEs", "-p", "no:cacheprovider", "--tb=line", *tests])
         finally:
             os._exit(int(code))
     deadline = time.monotonic() + limit

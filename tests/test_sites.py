@@ -460,6 +460,7 @@ def test_a_map_that_is_closed_waits_for_its_worker():
     def run():
         generator = pipelined_map(fn, [numbers()] * 9, depth=4)
         next(generator)
+        assert held.started.wait(PATIENCE)
         generator.close()
 
     ends_only_after(held, run)
