@@ -241,6 +241,7 @@ void late(World& w) {
   request.from_host_stream = true;
   request.policy = {size / 2, 1};
   Held transfer(w, std::move(request));
+  w.poll([&] { return transfer->issued(); });
   w.wait([&](auto slice) { return transfer->issued_for(slice); });
   transfer->stream_wait(w.consumer);
   w.faulty->copy_async(read->data(), out->data(), size, w.consumer);
