@@ -92,6 +92,8 @@ bool destroys_context(cudaError_t status) {
 
 std::atomic<int> g_sticky{cudaSuccess};
 
+thread_local int t_guarded = -1;  // the device of the innermost guard of this thread
+
 std::string describe(cudaError_t status) {
   std::ostringstream text;
   text << cudaGetErrorName(status) << " (" << static_cast<int>(status)
@@ -125,8 +127,12 @@ void check(cudaError_t status, const char* operation, const std::string& detail)
               what);
 }
 
-DeviceGuard::DeviceGuard(int device) {
+DeviceGuard::DeviceGuard(int device) : outer_(t_guarded) {
   throw_if_sticky();
+  if (outer_ == device) {
+    nested_ = true;
+    return;
+  }
   CUcontext wanted = primary_context(device);
   check_driver(driver().get_current(&before_), "cuCtxGetCurrent");
   if (before_ != wanted) {
@@ -134,9 +140,12 @@ DeviceGuard::DeviceGuard(int device) {
     changed_ = true;
   }
   cudaThreadExchangeStreamCaptureMode(&mode_);
+  t_guarded = device;
 }
 
 DeviceGuard::~DeviceGuard() {
+  if (nested_) return;
+  t_guarded = outer_;
   cudaThreadExchangeStreamCaptureMode(&mode_);
   if (changed_) driver().set_current(before_);
 }

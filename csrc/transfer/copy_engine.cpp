@@ -81,6 +81,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   }
   Lane& lane = this->lane(request.device, request.direction);
   const int device = request.device;
+  const std::shared_ptr<void> held = runtime_->hold_device(device);
   if (request.timed) transfer->begin_ = runtime_->event_create(device, true);
   transfer->copied_ = runtime_->event_create(device, request.timed || request.traced);
   for (std::size_t i = 1; i < transfer->plan_.marks; ++i) {
@@ -193,9 +194,11 @@ void CopyEngine::complete(Transfer& transfer, StreamRef copy_stream) {
 void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) {
   std::lock_guard lock(mutex_);
   abandoned_.push_back(std::move(transfer));
+  ++kept_;
 }
 
 std::size_t CopyEngine::reap() {
+  if (kept_ == 0) return 0;
   std::vector<std::shared_ptr<Transfer>> finished;  // dies without the lock: it runs arbitrary code
   {
     std::lock_guard lock(mutex_);
@@ -204,13 +207,10 @@ std::size_t CopyEngine::reap() {
       finished.push_back(std::move(transfer));
       return true;
     });
-    letting_go_ += finished.size();
   }
   const std::size_t gone = finished.size();
   finished.clear();
-  std::lock_guard lock(mutex_);
-  letting_go_ -= gone;
-  return abandoned_.size() + letting_go_;
+  return kept_ -= gone;
 }
 
 }  // namespace streamlap

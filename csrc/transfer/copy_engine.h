@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -89,7 +90,7 @@ class CopyEngine {
   std::mutex mutex_;
   std::map<std::pair<int, Direction>, std::unique_ptr<Lane>> lanes_;
   std::vector<std::shared_ptr<Transfer>> abandoned_;
-  std::size_t letting_go_ = 0;  // taken off the list, not destroyed yet
+  std::atomic<std::size_t> kept_{0};  // on the list, or taken off it and not destroyed yet
 };
 
 }  // namespace streamlap

@@ -119,6 +119,19 @@ class Engine:
     def copy_stream(self, device: int, to_device: bool) -> Stream: ...
     def abandoned(self) -> int: ...
 
+def copy_out(
+    engine: Engine,
+    pool: Pool,
+    device: int,
+    stream: int,
+    source: int,
+    nbytes: int,
+    element_bytes: int,
+    chunk_bytes: int,
+    timed: bool,
+    keep_source: Any,
+    /,
+) -> tuple[Transfer, Block]: ...
 def checked(runtime: Runtime) -> Runtime: ...
 def new_host_runtime() -> Runtime: ...
 

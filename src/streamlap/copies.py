@@ -11,6 +11,7 @@ from streamlap.arrays import Source, Tree, TreeSpec, flatten
 from streamlap.batch import DEFAULT_CHUNK, Copied, Part
 from streamlap.checks import as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import StreamLike, parse_device
+from streamlap.direct import usual_transfer
 from streamlap.errors import InvalidArgument
 from streamlap.pinned import PinnedPool, as_pool
 from streamlap.plan_device import plan_to_device
@@ -69,6 +70,11 @@ def to_cpu(
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
     watch.enter()
+    usual = out is None and dtype is None and stream is None and pool is None and protect is False
+    if usual and (pin is None or pin is True) and type(chunk_bytes) is int and chunk_bytes > 0:
+        transfer = usual_transfer(tree, chunk_bytes)
+        if transfer is not None:
+            return transfer
     dtype, pin, pool = as_dtype(dtype), as_pin(pin), as_pool(pool)
     protect = as_flag(protect, "protect")
     chunk = as_count(chunk_bytes, "chunk_bytes", 1)

@@ -16,6 +16,8 @@ import torch
 from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
+from streamlap.direct import copy_out
+from streamlap.grouped import TINY_ITEM, Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
 from streamlap.pinned import PinnedPool, pool_for
 from streamlap.transfer import Transfer
@@ -45,8 +47,15 @@ def _start_copy(
     ``timed`` where somebody may ask how long it took: it leaves a gap between two copies.
     """
     count = product.numel()
+    nbytes = count * product.itemsize
+    if place.runtime.checked:
+        place.runtime.declare(stream, product.data_ptr(), nbytes, True)
+    keep = (product, x)  # a caller's x may be another stream's memory
+    if not observe.watched():
+        native, block = copy_out(place, pool, stream.handle, product, nbytes, WHOLE, timed, keep)
+        flat = torch.frombuffer(block, dtype=product.dtype, count=count)
+        return native, flat.view(product.shape)
     dst = pool._new(product.shape, product.dtype, None, count)
-    nbytes = count * dst.itemsize
     submit = functools.partial(
         place.engine.submit,
         device=place.index,
@@ -54,13 +63,9 @@ def _start_copy(
         items=[(dst.data_ptr(), product.data_ptr(), nbytes, dst.itemsize, None)],
         after=[stream],
         chunk_bytes=WHOLE,
-        keep_source=(product, x),  # a caller's x may be another stream's memory
+        keep_source=keep,
         keep_destination=dst,
     )
-    if place.runtime.checked:
-        place.runtime.declare(stream, product.data_ptr(), nbytes, True)
-    if not observe.watched():
-        return submit(timed=timed), dst
     return observe.submitted(submit, observe.Copy(place, False, "direct", nbytes), timed), dst
 
 
@@ -126,7 +131,13 @@ def usual_products(
         return None
     place = cuda_place(x.get_device())
     own_pool = pool_for(place)
-    if not own_pool._has_room(shape[0] * shape[0] * x.itemsize, n):
+    nbytes = shape[0] * shape[0] * x.itemsize
+    # Autocast would multiply in another dtype, but for a product into given memory.
+    if nbytes <= TINY_ITEM and not torch.is_autocast_enabled("cuda"):
+        layout = Layout(nbytes, n, usual_depth)
+        if own_pool._has_room(layout.group * layout.pitch, layout.groups):
+            return grouped_products(x, n, layout, place, own_pool)
+    if not own_pool._has_room(nbytes, n):
         return None
     return _run(x, n, usual_depth, place, own_pool)
 
