@@ -123,7 +123,10 @@ def taken(monkeypatch):
 def test_what_is_taken_and_what_is_not(taken):
     x = random_bits((40, 30), where="cuda:0")
     assert same_bits(streamlap.to_cpu(x).result(), x.cpu())
-    assert same_bits(streamlap.to_cpu(x, chunk_bytes=100).result(), x.cpu())
+    with streamlap.configure(chunk_bytes=100):
+        transfer = streamlap.to_cpu(x)
+        assert transfer.stats()["chunks"] == 48
+        assert same_bits(transfer.result(), x.cpu())
     with torch.inference_mode():
         assert same_bits(streamlap.to_cpu(x).result(), x.cpu())
     graded = torch.rand(5, device="cuda:0", requires_grad=True)

@@ -16,6 +16,7 @@ from streamlap.batch import Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.errors import PoolExhausted
 from streamlap.pinned import PinnedPool, pool_for
+from streamlap.policy import policy
 from streamlap.transfer import Transfer
 
 
@@ -47,7 +48,7 @@ def copy_out(
         return start(place.engine, pool._pool(), *rest, keep)
 
 
-def usual_transfer(tensor: Any, chunk_bytes: int) -> Transfer | None:
+def usual_transfer(tensor: Any) -> Transfer | None:
     """Return the transfer of what ``to_cpu`` is mostly given: one tensor on a GPU, dense bytes.
 
     None sends it the general way: so does whatever would be refused there.
@@ -59,7 +60,8 @@ def usual_transfer(tensor: Any, chunk_bytes: int) -> Transfer | None:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return None
     place = cuda_place(tensor.get_device())
-    return start_transfer(tensor, place, pool_for(place), current_handle(place.index), chunk_bytes)
+    pool, handle = pool_for(place), current_handle(place.index)
+    return start_transfer(tensor, place, pool, handle, policy().chunk_bytes)
 
 
 def start_transfer(

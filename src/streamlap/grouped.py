@@ -23,16 +23,13 @@ from streamlap.direct import copy_out
 from streamlap.lanes import annotate
 from streamlap.pinned import PinnedPool
 
-TINY_ITEM = 1 << 20
-"""Results of up to so many bytes are copied in groups."""
-
 ALIGN = 512
 """torch's allocator starts every tensor at such an address, and cuBLAS picks its kernel, and so the
 bits of the result, by the alignment too."""
 
 
 class Layout:
-    """How the items of a call are grouped.
+    """How the ``n`` items of a call are grouped, none of them larger than ``tiny`` bytes.
 
     Attributes:
         pitch: bytes from one item to the next.
@@ -40,7 +37,7 @@ class Layout:
         buffers: groups on the device at once.
     """
 
-    def __init__(self, item: int, n: int, depth: int, tiny: int = TINY_ITEM) -> None:
+    def __init__(self, item: int, n: int, depth: int, tiny: int) -> None:
         self.pitch = (item + ALIGN - 1) // ALIGN * ALIGN
         self.buffers = min(2, depth)
         # The device holds `depth` items of the largest size there is here, at most.

@@ -30,7 +30,9 @@ from streamlap.devices import (
     require_no_capture,
     streams_in_use,
 )
+from streamlap.direct import copy_out
 from streamlap.pinned import PinnedPool, pool_for
+from streamlap.policy import policy
 
 
 def plan_to_cpu(
@@ -141,7 +143,17 @@ def _plan_simple(
     producer = _producer(stream if own is None else own, place)
     require_no_capture(producer, "to_cpu()")
     stride = None if contiguous else tensor.stride()
-    dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
+    pool = pool or pool_for(place)
+    if place.is_cuda and producer is not None and not observe.watched():
+        nbytes = count * tensor.itemsize
+        native, block = copy_out(
+            place, pool, producer.handle, tensor, nbytes, chunk_bytes, True, tensor
+        )
+        flat = torch.frombuffer(block, dtype=tensor.dtype, count=count)
+        dst = flat.view(tensor.shape) if stride is None else flat.as_strided(tensor.shape, stride)
+        part = Part(native, place, "direct", [0], True, place, source.stream is not None)
+        return Planned([Copied(dst, source.as_numpy, None, part)], [part], [source])
+    dst = pool._new(tensor.shape, tensor.dtype, stride, count)
     copied = Copied(dst, source.as_numpy)
     item = (dst.data_ptr(), tensor.data_ptr(), count * dst.itemsize, dst.itemsize, None)
     submit = functools.partial(
@@ -181,7 +193,6 @@ def _current_after(producer: _native.Stream, place: Place) -> _native.Stream:
 class _SmallBlock:
     """One pinned block for the small leaves of a tree, carved into views."""
 
-    LIMIT = 256 << 10
     ALIGN = 256
 
     def __init__(
@@ -194,6 +205,7 @@ class _SmallBlock:
     ) -> None:
         self._block: torch.Tensor | None = None
         self._used = 0
+        self._limit = policy().small_leaf_bytes
         if pin is False or len(sources) < 2:
             return
         sizes = [
@@ -201,7 +213,7 @@ class _SmallBlock:
             for source in sources
             if source is not None
         ]
-        sizes = [size for size in sizes if 0 < size <= self.LIMIT]
+        sizes = [size for size in sizes if 0 < size <= self._limit]
         if len(sizes) > 1:
             self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
 
@@ -214,7 +226,7 @@ class _SmallBlock:
         """Return a view of the block; None where the leaf is not small."""
         count = shape.numel()
         room = self._room(count * dtype.itemsize)
-        if self._block is None or not 0 < room <= self.LIMIT:
+        if self._block is None or not 0 < room <= self._limit:
             return None
         if self._used + room > self._block.numel():
             return None

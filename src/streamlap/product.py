@@ -17,9 +17,10 @@ from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.direct import copy_out
-from streamlap.grouped import TINY_ITEM, Layout, grouped_products
+from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
 from streamlap.pinned import PinnedPool, pool_for
+from streamlap.policy import policy
 from streamlap.transfer import Transfer
 
 MULTIPLIED = (
@@ -133,8 +134,9 @@ def usual_products(
     own_pool = pool_for(place)
     nbytes = shape[0] * shape[0] * x.itemsize
     # Autocast would multiply in another dtype, but for a product into given memory.
-    if nbytes <= TINY_ITEM and not torch.is_autocast_enabled("cuda"):
-        layout = Layout(nbytes, n, usual_depth)
+    tiny = policy().tiny_item_bytes
+    if nbytes <= tiny and not torch.is_autocast_enabled("cuda"):
+        layout = Layout(nbytes, n, usual_depth, tiny)
         if own_pool._has_room(layout.group * layout.pitch, layout.groups):
             return grouped_products(x, n, layout, place, own_pool)
     if not own_pool._has_room(nbytes, n):
