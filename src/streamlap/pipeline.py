@@ -187,7 +187,9 @@ def pipelined_run(
     torch's current stream, after CuPy's); a ``fn`` of your own runs on the current stream of
     the library that it calls.
 
-    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them. For CPU
+    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them; of
+    default products no larger than ``policy().tiny_item_bytes`` as many as fit ``depth`` times that
+    size, and groups of them share a block of pinned memory. For CPU
     tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
     for a thread that itself runs a pipeline there (``fn`` itself may run one).
     """
