@@ -249,12 +249,16 @@ def as_json(found: Tuning) -> str:
     return json.dumps(dataclasses.asdict(found) | {"configure": found.line()}, indent=2)
 
 
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
 def as_text(found: Tuning) -> str:
     """Return the table, the choices with their reasons, and the call."""
     lines = [f"{'what':<18}{'setting':>12}{'GB/s':>8}"]
     for trial in found.trials:
         sized = trial.what in ("to host by chunk", "register")
-        setting = format_size(trial.setting) if sized else f"{trial.setting} threads"
+        setting = format_size(trial.setting) if sized else _threads(trial.setting)
         lines.append(f"{trial.what:<18}{setting:>12}{trial.rate:>8.1f}")
     lines += [f"left out: {reason}" for reason in found.left_out]
     lines.append("")
