@@ -42,6 +42,19 @@ class ToCpu(Way):
         return streamlap.to_cpu(self.sources, pin=self.pin).result()
 
 
+class CallToCpu(Way):
+    """The call of ``to_cpu`` for one tensor; its result is waited for outside the clock."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source = source
+
+    def go(self) -> streamlap.Transfer:
+        return streamlap.to_cpu(self.source)
+
+    def results(self, value: streamlap.Transfer) -> Tensors:
+        return [value.result()]
+
+
 class ToCpuOut(Way):
     """``to_cpu`` of a list, into ordinary memory whose pages are there."""
 

@@ -33,7 +33,7 @@ ORDERS = {
 ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "from_host_stream", "finish"}
 ORDERING_MODULES = {
     *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
-    *("mapping", "batch", "pinned", "group", "devices"),
+    *("mapping", "batch", "pinned", "group", "devices", "direct", "grouped"),
 }
 
 

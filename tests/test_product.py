@@ -146,7 +146,7 @@ def test_unusual_calls_go_the_general_way(monkeypatch):
     taken = []
     real = product._run
     monkeypatch.setattr(product, "_run", lambda *args: taken.append(1) or real(*args))
-    x = random_numbers((32, 32), where="cuda:0")
+    x = random_numbers((520, 520), where="cuda:0")  # larger than those that go in groups
     expected = x.mm(x).cpu()
     assert same_tree(streamlap.pipelined_run(x, n=3), [expected] * 3)
     taken.clear()
@@ -173,7 +173,7 @@ def test_the_short_way_serves_a_device_that_is_not_the_current_one(monkeypatch):
     taken = []
     real = product._run
     monkeypatch.setattr(product, "_run", lambda *args: taken.append(1) or real(*args))
-    x = random_numbers((32, 32), where="cuda:1")
+    x = random_numbers((520, 520), where="cuda:1")
     streamlap.copy_to_cpu(x)
     with torch.cuda.device(0):
         assert same_tree(streamlap.pipelined_run(x, n=3), [x.mm(x).cpu()] * 3)

@@ -19,6 +19,9 @@ from helpers.streams import MOMENT, PATIENCE, CopySide, eventually
 import streamlap
 from streamlap import (
     batch,
+    direct,
+    grouped,
+    observe,
     pipeline,
     pipelined_map,
     pipelined_run,
@@ -137,6 +140,33 @@ def test_what_a_copy_needs_lives_although_nobody_holds_it(simulation, leaves):
     assert nothing_in_flight(simulation)
     gc.collect()
     assert all(array() is None for array in alive)
+
+
+def test_a_source_of_the_short_way_lives_although_nobody_holds_it(simulation):
+    place, stream = simulation.place(0), simulation.place(0).runtime.stream(0, "compute")
+    array = np.eye(8, dtype=np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+    source = torch.from_numpy(array)
+    transfer = direct.start_transfer(source, place, simulation.pool, stream.handle, 1 << 20)
+    del transfer, source, array
+    gc.collect()
+    assert alive() is not None
+    gate.open()
+    copy_stream(simulation).synchronize()
+    assert eventually(lambda: simulation.place(0).engine.abandoned() == 0)
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_short_way_starts_after_its_stream(simulation):
+    place, stream = simulation.place(0), simulation.place(0).runtime.stream(0, "compute")
+    gate = stream.gate()
+    transfer = direct.start_transfer(numbers(), place, simulation.pool, stream.handle, 1 << 20)
+    with pytest.raises(streamlap.TransferTimeout):
+        transfer.result(MOMENT)
+    gate.open()
+    assert torch.equal(transfer.result(), numbers())
 
 
 def test_every_leaf_of_a_tree_is_borrowed(simulation):
@@ -304,7 +334,9 @@ def test_a_failed_run_of_products_waits_for_its_copies(products, simulation, mon
     assert nothing_in_flight(simulation)
 
 
-def test_a_product_is_copied_after_its_stream(products):
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_product_is_copied_after_its_stream(products, watched, monkeypatch):
+    monkeypatch.setattr(observe, "watched", lambda: watched)
     gate = products[1].gate()
     native, _dst = start(products, torch.eye(8), torch.eye(8))
     assert not native.sync(MOMENT)
@@ -338,6 +370,71 @@ def test_a_product_lives_until_there_is_room(products, simulation):
     assert alive() is None
     gate.open()
     native.sync()
+
+
+# -- groups of products, computed by a stream that stands for torch's
+
+
+@pytest.fixture
+def groups(simulation, monkeypatch):
+    """``groups(n, fn)``: ``fn(i)`` for ``n`` items, two of them in a group."""
+    stream = simulation.place(0).runtime.stream(0, "compute")
+    monkeypatch.setattr(grouped, "current_handle", lambda index: stream.handle)
+
+    def call(n, fn, x=None):
+        made = []
+
+        def multiply(x, out):
+            made.append(fn(len(made)))
+            value = made[-1]
+            stream.launch(lambda: out.copy_(value))
+
+        monkeypatch.setattr(grouped, "multiply", multiply)
+        x = torch.eye(8) if x is None else x
+        layout = grouped.Layout(512, n, 2, 1024)
+        return grouped.grouped_products(x, n, layout, simulation.place(0), simulation.pool)
+
+    return call
+
+
+def number(i):
+    return torch.full((8, 8), float(i))
+
+
+def test_groups_are_ordered_on_the_device(groups):
+    results = groups(9, number)
+    assert all(torch.equal(result, number(i)) for i, result in enumerate(results))
+
+
+def test_a_failed_group_waits_for_the_others(groups, simulation):
+    def fn(i):
+        if i == 5:
+            raise Boom
+        return number(i)
+
+    with pytest.raises(Boom):
+        groups(9, fn)
+    assert nothing_in_flight(simulation)
+
+
+def test_what_a_group_reads_lives_although_the_call_was_interrupted(groups, simulation):
+    array = np.eye(8, dtype=np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+
+    def fn(i):
+        if i == 3:
+            raise KeyboardInterrupt
+        return number(i)
+
+    with pytest.raises(KeyboardInterrupt):
+        groups(9, fn, torch.from_numpy(array))
+    del array
+    gc.collect()
+    assert alive() is not None
+    gate.open()
+    copy_stream(simulation).synchronize()
+    assert eventually(lambda: gc.collect() >= 0 and alive() is None)
 
 
 # -- handles of pipelines

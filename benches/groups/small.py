@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from ..ours import ToCpu
+from ..ours import CallToCpu, ToCpu
 from ..peers.ready_copies import CatThenCopy, CopyEach, ForeachCopy
 from ..peers.stock_cpu import EachToCpu
-from ..peers.stock_non_blocking import EachNonBlocking
+from ..peers.stock_non_blocking import CallNonBlocking, EachNonBlocking
 from ..rows import Planned, Row, Setting, Table
 from ..sources import Sources
 
@@ -35,6 +35,16 @@ def _rows(tensors: list[torch.Tensor], on_gpu: bool) -> list[Row]:
     ]
 
 
+def _call_rows(tensor: torch.Tensor, on_gpu: bool) -> list[Row]:
+    """What the host spends before it can go on; the copy itself is not timed."""
+    return [
+        Row(".to(non_blocking)", lambda: CallNonBlocking(tensor))
+        if on_gpu
+        else Row(".to(copy=True)", lambda: EachToCpu([tensor])),
+        Row("to_cpu", lambda: CallToCpu(tensor), "ours"),
+    ]
+
+
 def plan(setting: Setting) -> list[Planned]:
     count = 100 if setting.quick else 2000
 
@@ -50,7 +60,21 @@ def plan(setting: Setting) -> list[Planned]:
             settings={"tensors": count, "bytes_each": each},
         )
 
+    def build_calls() -> Table:
+        sources = Sources(setting.device, 1, 64 * KIB)
+        return Table(
+            _call_rows(sources.tensors[0], setting.on_gpu),
+            [setting.device],
+            sources.change,
+            sources.expected,
+            count=1,
+            settings={"tensors": 1, "bytes_each": 64 * KIB},
+        )
+
     return [
-        Planned(f"{count} tensors of {each} KiB", functools.partial(build, each * KIB))
-        for each in (4, 16, 64)
+        *(
+            Planned(f"{count} tensors of {each} KiB", functools.partial(build, each * KIB))
+            for each in (4, 16, 64)
+        ),
+        Planned("the call for one tensor of 64 KiB", build_calls),
     ]

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/process.h"
+#include "bindings/py_block.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
 
@@ -18,39 +19,6 @@ SharedObject& current_streams_hook() {
   static auto* hook = new SharedObject();
   return *hook;
 }
-
-// torch tells nobody about work it enqueues on memory it did not allocate. So when a block's last
-// view dies, its last use is taken to be whatever the current streams have been given by then.
-class PyBlock {
- public:
-  explicit PyBlock(std::unique_ptr<PinnedBlock> block) : block_(std::move(block)) {}
-  PyBlock(const PyBlock&) = delete;
-  PyBlock& operator=(const PyBlock&) = delete;
-  ~PyBlock() {
-    if (process::leaking()) {
-      static_cast<void>(block_.release());
-      return;
-    }
-    try {
-      const std::vector<PyStream> streams = current_streams(block_->pool().runtime());
-      if (streams.empty()) return;
-      GilRelease released;  // a driver call waits when a stream's queue is full
-      for (const PyStream& stream : streams) {
-        // An event would be done at once, but for the next to take this block hardly soon enough.
-        const bool idle = !stream.runtime->stream_capturing(stream.ref) &&
-                          stream.runtime->stream_idle(stream.ref);
-        if (!idle) block_->record_use(stream.ref);
-      }
-    } catch (...) {
-      block_->condemn();
-    }
-  }
-
-  PinnedBlock& block() const { return *block_; }
-
- private:
-  std::unique_ptr<PinnedBlock> block_;
-};
 
 // Every pool there is, so that a pointer finds its own.
 struct PoolRegistry {
@@ -119,31 +87,6 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
   });
 }
 
-std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
-  std::unique_ptr<PinnedBlock> block;
-  wait_sliced(*pool.runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
-    const bool simulated = pool.runtime()->virtual_time();
-    const auto until = std::chrono::steady_clock::now() +
-                       std::min<std::chrono::nanoseconds>(slice, std::chrono::milliseconds(50));
-    for (;;) {
-      const std::uint64_t seen = pool.changes();
-      try {
-        block = pool.try_allocate(bytes);
-      } catch (const PoolExhausted&) {
-        // What nobody holds any more, but for a copy in flight, comes home by itself.
-        if (!Watch::instance().holding()) {
-          block = pool.try_allocate(bytes);  // it may have come home just now
-        }
-      }
-      if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
-      pool.runtime()->poll();
-      // Blocks in flight come home without a word; those being made are told of.
-      if (!simulated) pool.wait_change(seen, std::chrono::microseconds(100));
-    }
-  });
-  return std::make_unique<PyBlock>(std::move(block));
-}
-
 // The pool with what it makes ahead; letting go of it cancels nothing.
 struct PyGrowth {
   std::shared_ptr<PinnedPool> pool;
@@ -194,6 +137,31 @@ py::dict stats(PinnedPool& pool) {
 
 }  // namespace
 
+std::shared_ptr<PinnedBlock> allocate_block(PinnedPool& pool, std::size_t bytes) {
+  std::unique_ptr<PinnedBlock> block;
+  wait_sliced(*pool.runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
+    const bool simulated = pool.runtime()->virtual_time();
+    const auto until = std::chrono::steady_clock::now() +
+                       std::min<std::chrono::nanoseconds>(slice, std::chrono::milliseconds(50));
+    for (;;) {
+      const std::uint64_t seen = pool.changes();
+      try {
+        block = pool.try_allocate(bytes);
+      } catch (const PoolExhausted&) {
+        // What nobody holds any more, but for a copy in flight, comes home by itself.
+        if (!Watch::instance().holding()) {
+          block = pool.try_allocate(bytes);  // it may have come home just now
+        }
+      }
+      if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
+      pool.runtime()->poll();
+      // Blocks in flight come home without a word; those being made are told of.
+      if (!simulated) pool.wait_change(seen, std::chrono::microseconds(100));
+    }
+  });
+  return block;
+}
+
 std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime) {
   std::vector<PyStream> streams;
   if (!current_streams_hook() || !runtime->uses_device_memory()) return streams;
@@ -215,17 +183,19 @@ bool pools_busy() {
 
 void bind_pool(py::module_& module) {
   py::class_<PyBlock>(module, "Block", py::buffer_protocol())
-      .def_property_readonly(
-          "address",
-          [](const PyBlock& self) { return reinterpret_cast<std::uintptr_t>(self.block().data()); })
-      .def_property_readonly("nbytes", [](const PyBlock& self) { return self.block().requested(); })
-      .def_property_readonly("fresh", [](const PyBlock& self) { return self.block().fresh(); })
+      .def_property_readonly("address",
+                             [](const PyBlock& self) {
+                               return reinterpret_cast<std::uintptr_t>(self.block()->data());
+                             })
+      .def_property_readonly("nbytes",
+                             [](const PyBlock& self) { return self.block()->requested(); })
+      .def_property_readonly("fresh", [](const PyBlock& self) { return self.block()->fresh(); })
       .def_property_readonly("capacity",
-                             [](const PyBlock& self) { return self.block().capacity(); })
+                             [](const PyBlock& self) { return self.block()->capacity(); })
       .def_buffer([](PyBlock& self) {
-        return py::buffer_info(self.block().data(), 1,
+        return py::buffer_info(self.block()->data(), 1,
                                py::format_descriptor<std::uint8_t>::format(),
-                               static_cast<py::ssize_t>(self.block().requested()));
+                               static_cast<py::ssize_t>(self.block()->requested()));
       });
 
   py::class_<PyGrowth>(module, "Growth")
@@ -239,7 +209,10 @@ void bind_pool(py::module_& module) {
       .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"))
       .def_property_readonly_static("smallest_block",
                                     [](const py::object&) { return PinnedPool::smallest_block; })
-      .def("allocate", &allocate)
+      .def("allocate",
+           [](PinnedPool& self, std::size_t bytes) {
+             return std::make_unique<PyBlock>(allocate_block(self, bytes));
+           })
       .def("stats", &stats)
       .def("trim",
            [](PinnedPool& self) {

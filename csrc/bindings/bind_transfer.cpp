@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/process.h"
+#include "bindings/py_transfer.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
 
@@ -12,59 +13,6 @@ namespace streamlap::bindings {
 namespace {
 
 constexpr Site site_marks{"python.marks"};
-
-// Hands a transfer that is still in flight to the engine when Python lets go of it.
-class PyTransfer {
- public:
-  PyTransfer(std::shared_ptr<CopyEngine> engine, std::shared_ptr<Transfer> transfer)
-      : engine_(std::move(engine)), transfer_(std::move(transfer)) {}
-  PyTransfer(const PyTransfer&) = delete;
-  PyTransfer& operator=(const PyTransfer&) = delete;
-  ~PyTransfer() {
-    if (process::leaking()) {
-      new std::shared_ptr<Transfer>(std::move(transfer_));
-    } else {
-      discard();
-    }
-  }
-
-  // Lets go of the transfer, and with it of the error it may hold: what Python makes of that error
-  // can lead back here, a circle that no garbage collector sees.
-  void discard() {
-    std::shared_ptr<Transfer> transfer = std::move(transfer_);
-    if (!transfer) return;
-    if (open_) {
-      engine_->cut_off(*transfer, *open_);  // its last steps may be under way, or not
-    } else if (transfer->ended()) {
-      return;
-    }
-    try {
-      // The last user of what it holds may be a stream of this thread; nobody will ask it later.
-      for (const PyStream& stream : current_streams(engine_->runtime())) {
-        transfer->also_after(stream.ref);
-      }
-    } catch (...) {
-      transfer->keep_for_ever();
-    }
-    Watch::instance().abandon(engine_, std::move(transfer));
-  }
-
-  void set_open(StreamRef copy_stream) { open_ = copy_stream; }
-  void set_complete() { open_.reset(); }
-
-  // A reference of the caller's own: it may use it without the interpreter's lock.
-  std::shared_ptr<Transfer> get() const {
-    process::require_usable();
-    if (!transfer_)
-      throw Error(ErrorKind::runtime, "the transfer failed, which was reported before");
-    return transfer_;
-  }
-
- private:
-  std::shared_ptr<CopyEngine> engine_;
-  std::shared_ptr<Transfer> transfer_;
-  std::optional<StreamRef> open_;  // open-ended and not complete: the stream its last steps are on
-};
 
 using PyItem = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size_t, py::object>;
 
@@ -126,6 +74,13 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
                                                  "' cannot wait for a copy of another runtime");
   }
   const bool on_host = transfer->waits_on_host();
+  if (!on_host) {
+    GilRelease released;  // the only one, where the caller's thread issued the copies
+    if (transfer->issued()) {
+      transfer->stream_wait(stream.ref);
+      return;
+    }
+  }
   wait_sliced(*transfer->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
     return on_host ? transfer->sync_for(slice, false) : transfer->issued_for(slice);
   });

@@ -21,6 +21,7 @@ class CheckedRuntime final : public Runtime {
   bool virtual_time() const noexcept override { return inner_->virtual_time(); }
   void poll() override { inner_->poll(); }
   bool device_active(int device) override { return inner_->device_active(device); }
+  std::shared_ptr<void> hold_device(int device) override { return inner_->hold_device(device); }
 
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;

@@ -14,6 +14,7 @@ constexpr int max_devices = 64;
 
 constexpr Site site_enter{"cuda.guard_makes_current"};
 constexpr Site site_leave{"cuda.guard_puts_back"};
+constexpr Site site_end{"cuda.guard_ends"};
 constexpr Site site_mode{"cuda.guard_relaxes_capture"};
 constexpr Site site_mode_back{"cuda.guard_puts_capture_mode_back"};
 
@@ -97,6 +98,8 @@ bool destroys_context(cudaError_t status) {
 
 std::atomic<int> g_sticky{cudaSuccess};
 
+thread_local int t_guarded = -1;  // the device of the innermost guard of this thread
+
 std::string describe(cudaError_t status) {
   std::ostringstream text;
   text << cudaGetErrorName(status) << " (" << static_cast<int>(status)
@@ -130,8 +133,12 @@ void check(cudaError_t status, const char* operation, const std::string& detail)
               what);
 }
 
-DeviceGuard::DeviceGuard(int device) {
+DeviceGuard::DeviceGuard(int device) : outer_(t_guarded) {
   throw_if_sticky();
+  if (outer_ == device) {
+    nested_ = true;
+    return;
+  }
   CUcontext wanted = primary_context(device);
   check_driver(driver().get_current(&before_), "cuCtxGetCurrent");
   if (before_ != wanted) {
@@ -139,9 +146,12 @@ DeviceGuard::DeviceGuard(int device) {
     changed_ = true;
   }
   if (!dropped(site_mode)) cudaThreadExchangeStreamCaptureMode(&mode_);
+  t_guarded = device;
 }
 
 DeviceGuard::~DeviceGuard() {
+  if (nested_) return;
+  if (!dropped(site_end)) t_guarded = outer_;
   if (!dropped(site_mode) && !dropped(site_mode_back)) cudaThreadExchangeStreamCaptureMode(&mode_);
   if (changed_ && !dropped(site_leave)) driver().set_current(before_);
 }

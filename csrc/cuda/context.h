@@ -20,6 +20,7 @@ bool sticky() noexcept;
 // Makes `device` current in this thread and puts back exactly what was current, no context
 // included. The primary context is retained, so it exists from the first use of the device to the
 // end of the process. Calls made inside do not break a graph capture of some other thread.
+// A guard inside another one of the same device does nothing.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -29,6 +30,8 @@ class DeviceGuard {
 
  private:
   CUcontext before_ = nullptr;
+  int outer_;  // the device of the guard around this one; -1: none
+  bool nested_ = false;
   bool changed_ = false;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };

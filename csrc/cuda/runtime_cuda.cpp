@@ -136,6 +136,10 @@ CudaRuntime::CudaRuntime(int device_count, PinnedWay way)
 
 CudaRuntime::~CudaRuntime() = default;
 
+std::shared_ptr<void> CudaRuntime::hold_device(int device) {
+  return std::make_shared<DeviceGuard>(device);
+}
+
 void* CudaRuntime::alloc_pinned(std::size_t bytes) {
   process::require_usable();
   DeviceGuard guard(cuda::any_active_device());

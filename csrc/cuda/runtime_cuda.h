@@ -31,6 +31,7 @@ class CudaRuntime final : public Runtime {
   int device_count() const override { return device_count_; }
   bool uses_device_memory() const noexcept override { return true; }
   bool device_active(int device) override { return cuda::primary_active(device); }
+  std::shared_ptr<void> hold_device(int device) override;
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
   std::string pinned_how() const override { return pinned_.how(); }

@@ -23,6 +23,7 @@ class ProxyRuntime : public Runtime {
   bool virtual_time() const noexcept override { return inner_->virtual_time(); }
   void poll() override { inner_->poll(); }
   bool device_active(int device) override { return inner_->device_active(device); }
+  std::shared_ptr<void> hold_device(int device) override { return inner_->hold_device(device); }
   void* alloc_pinned(std::size_t bytes) override {
     before("alloc_pinned");
     return inner_->alloc_pinned(bytes);

@@ -94,6 +94,10 @@ class Runtime {
   // True when the device is in use by this process already: asking creates no context there.
   virtual bool device_active(int device) = 0;
 
+  // Until the answer dies, in this thread, calls for `device` are cheaper; null where they are
+  // cheap anyway. Nobody else's code runs meanwhile.
+  virtual std::shared_ptr<void> hold_device(int /*device*/) { return nullptr; }
+
   // Page-locked memory, usable from every device. Throws Error(out_of_memory).
   virtual void* alloc_pinned(std::size_t bytes) = 0;
   virtual void free_pinned(void* pointer, std::size_t bytes) noexcept = 0;

@@ -98,6 +98,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   }
   Lane& lane = this->lane(request.device, request.direction);
   const int device = request.device;
+  const std::shared_ptr<void> held = runtime_->hold_device(device);
   if (request.timed) transfer->begin_ = runtime_->event_create(device, true);
   transfer->copied_ = runtime_->event_create(device, request.timed || request.traced);
   for (std::size_t i = 1; i < transfer->plan_.marks; ++i) {

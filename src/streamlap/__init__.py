@@ -21,6 +21,7 @@ from streamlap.errors import (
 )
 from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, prewarm, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
+from streamlap.policy import Policy, configure, policy
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
@@ -38,6 +39,7 @@ __all__ = [
     "OrderError",
     "OutOfMemory",
     "PinnedPool",
+    "Policy",
     "PoolExhausted",
     "Prediction",
     "SourceModified",
@@ -49,12 +51,14 @@ __all__ = [
     "UnsupportedTensor",
     "__version__",
     "checking",
+    "configure",
     "copy_to_cpu",
     "devices",
     "empty_pinned",
     "parallel_run",
     "pipelined_map",
     "pipelined_run",
+    "policy",
     "pool_stats",
     "predict",
     "prewarm",

@@ -127,6 +127,20 @@ class Engine:
     def copy_stream(self, device: int, to_device: bool) -> Stream: ...
     def abandoned(self) -> int: ...
 
+def copy_out(
+    engine: Engine,
+    pool: Pool,
+    device: int,
+    stream: int,
+    source: int,
+    nbytes: int,
+    element_bytes: int,
+    chunk_bytes: int,
+    timed: bool,
+    keep_source: Any,
+    /,
+) -> tuple[Transfer, Block]: ...
+def populate_seconds(nbytes: int, threads: int) -> float: ...
 def checked(runtime: Runtime) -> Runtime: ...
 def new_host_runtime() -> Runtime: ...
 

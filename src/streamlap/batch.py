@@ -23,7 +23,6 @@ from streamlap.arrays import Source, as_destination, check_matches, overlap_betw
 from streamlap.devices import Place, current_stream
 from streamlap.errors import InvalidArgument
 
-DEFAULT_CHUNK = 16 << 20
 WHOLE = 1 << 62
 """A chunk size that cuts nothing."""
 

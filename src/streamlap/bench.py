@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from streamlap import tune
 from streamlap.errors import InvalidArgument
 
 _DESCRIPTION = """\
@@ -21,6 +22,7 @@ examples:
   streamlap bench --quick              small sizes, few rounds: does it work?
   streamlap bench --group job --dtype bf16 --json > job.json
   streamlap bench --report             write docs/performance.md from benches/results
+  streamlap bench tune                 measure this machine; print the policy that suits it
 """
 _MOST_ROUNDS = 1000
 
@@ -64,6 +66,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--report", action="store_true", help="write the page; measure nothing")
     parser.add_argument("--suite", type=Path, metavar="DIR", help="where the suite is")
     parser.set_defaults(run=run_command)
+    tune.add_parser(parser.add_subparsers(title="instead of the suite", metavar="COMMAND"))
 
 
 def _rounds(text: str) -> int:

@@ -8,13 +8,15 @@ import torch
 
 from streamlap import watch
 from streamlap.arrays import Source, Tree, TreeSpec, flatten
-from streamlap.batch import DEFAULT_CHUNK, Copied, Part
+from streamlap.batch import Copied, Part
 from streamlap.checks import as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import StreamLike, parse_device
+from streamlap.direct import usual_transfer
 from streamlap.errors import InvalidArgument
 from streamlap.pinned import PinnedPool, as_pool
 from streamlap.plan_device import plan_to_device
 from streamlap.plan_host import plan_to_cpu
+from streamlap.policy import policy
 from streamlap.transfer import Transfer
 
 
@@ -29,6 +31,10 @@ def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
     return leaves
 
 
+def _as_chunk(chunk_bytes: int | None) -> int:
+    return policy().chunk_bytes if chunk_bytes is None else as_count(chunk_bytes, "chunk_bytes", 1)
+
+
 def to_cpu(
     tree: Tree,
     out: Tree | None = None,
@@ -38,7 +44,7 @@ def to_cpu(
     protect: bool = False,
     *,
     pool: PinnedPool | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK,
+    chunk_bytes: int | None = None,
 ) -> Transfer:
     """Start copying tensors to the host; return at once.
 
@@ -51,7 +57,7 @@ def to_cpu(
         stream: where the sources were written; None: the caller's current stream.
         protect: make that stream wait until the sources have been read (a host source: block).
         pool: where pinned memory comes from; the process's own pool if left out.
-        chunk_bytes: no single copy is longer than this.
+        chunk_bytes: no single copy is longer than this; None: as :func:`configure` says.
 
     Returns:
         A :class:`Transfer`. Results are contiguous, or have the source's strides where those are
@@ -69,9 +75,14 @@ def to_cpu(
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
     watch.enter()
+    usual = out is None and dtype is None and stream is None and pool is None and protect is False
+    if usual and (pin is None or pin is True) and chunk_bytes is None:
+        transfer = usual_transfer(tree)
+        if transfer is not None:
+            return transfer
     dtype, pin, pool = as_dtype(dtype), as_pin(pin), as_pool(pool)
     protect = as_flag(protect, "protect")
-    chunk = as_count(chunk_bytes, "chunk_bytes", 1)
+    chunk = _as_chunk(chunk_bytes)
     leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
     planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk)
@@ -86,7 +97,7 @@ def to_device(
     stream: StreamLike = None,
     protect: bool = False,
     *,
-    chunk_bytes: int = DEFAULT_CHUNK,
+    chunk_bytes: int | None = None,
 ) -> Transfer:
     """Start copying tensors to a device; return at once.
 
@@ -99,7 +110,7 @@ def to_device(
         dtype: convert to this dtype, on the destination's device.
         stream: the consumer's stream on ``device``; None: its current stream.
         protect: block until host sources have been read; a device source's stream waits instead.
-        chunk_bytes: no single copy is longer than this.
+        chunk_bytes: as for :func:`to_cpu`.
 
     Returns:
         A :class:`Transfer`; ``wait()`` orders the consumer and returns the destination.
@@ -112,7 +123,7 @@ def to_device(
     """
     watch.enter()
     dtype, protect = as_dtype(dtype), as_flag(protect, "protect")
-    chunk = as_count(chunk_bytes, "chunk_bytes", 1)
+    chunk = _as_chunk(chunk_bytes)
     target = parse_device(device)
     leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))

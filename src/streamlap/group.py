@@ -37,6 +37,7 @@ class Slot:
         self._transfer: Transfer | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
+        self._waiting = 0  # threads, which are woken only for a slot of theirs
 
     def fill(self, transfer: Transfer | None, error: BaseException | None = None) -> None:
         """Deliver; the first time counts."""
@@ -45,7 +46,8 @@ class Slot:
                 return
             self._transfer, self._error = transfer, error
             callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         for callback in callbacks:
             _native.watch_post(callback)  # not here: this may be a worker in its work
 
@@ -80,7 +82,11 @@ class Slot:
                 continue
             with self._changed:
                 if not self.filled:
-                    self._changed.wait(min(left, 0.05))  # site: group.nap
+                    self._waiting += 1
+                    try:
+                        self._changed.wait(min(left, 0.05))  # site: group.nap
+                    finally:
+                        self._waiting -= 1
             require_alive()  # without the lock: it may not come back
         return True
 
@@ -114,7 +120,8 @@ class Slot:
         with self._changed:
             self._transfer, self._error = None, error
             callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         for callback in callbacks:
             _native.watch_post(callback)
 

@@ -145,6 +145,10 @@ class Lane:
     def collect(self) -> list[Any]:
         """Wait for all items; each transfer is let go of while the next one is waited for."""
         results = []
+        if self.slots:
+            # First the last one: a thread that wakes for every item takes the interpreter's lock
+            # from the worker that computes them.
+            self.slots[-1].settle()
         for index, slot in enumerate(self.slots):
             try:
                 results.append(slot.collect())

@@ -94,11 +94,7 @@ class PinnedPool:
         if count == 0:
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
             return tensor if stride is None else tensor.as_strided(shape, stride)
-        block = self._allocate(count * dtype.itemsize)
-        flat = torch.frombuffer(block, dtype=dtype, count=count)
-        if stride is not None:
-            return flat.as_strided(shape, stride)
-        return flat if len(shape) == 1 else flat.view(shape)  # a view costs as much as the block
+        return view_of(self._allocate(count * dtype.itemsize), shape, dtype, stride)
 
     def _allocate(self, nbytes: int) -> _native.Block:
         recorder = observe.recorder
@@ -197,6 +193,23 @@ class PinnedPool:
             return "PinnedPool(unused)"
         stats = self.stats()
         return f"PinnedPool(limit={stats['limit']}, live={stats['live']}, cached={stats['cached']})"
+
+
+def view_of(
+    block: _native.Block,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """Return a tensor of at least one element that owns a block, from ``offset`` (bytes) on.
+
+    ``stride`` is that of a dense tensor; None: contiguous.
+    """
+    flat = torch.frombuffer(block, dtype=dtype, count=math.prod(shape), offset=offset)
+    if stride is not None:
+        return flat.as_strided(shape, stride)
+    return flat if len(shape) == 1 else flat.view(shape)  # a view costs as much as the block
 
 
 def pool_for(place: Place) -> PinnedPool:

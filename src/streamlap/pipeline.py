@@ -20,11 +20,10 @@ from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool, as_pool, pool_for
+from streamlap.policy import policy
 from streamlap.product import MULTIPLIED, ProductLane, square, usual_products
 
 Fn = Callable[[Any], Any]
-
-DEFAULT_DEPTH = 4
 
 
 def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
@@ -164,7 +163,8 @@ def pipelined_run(
             gradient, inference and autocast modes. It must give a fresh result each time.
         out: where results go: ``n`` tensors or arrays, or one with leading dimension ``n``; for a
             list of ``x`` a list of these.
-        depth: how many results may be on the device at once; 4 if left out.
+        depth: how many results may be on the device at once; None: as :func:`configure` says, 4 if
+            it was not called.
         pin: results in page-locked memory (None, True) or in ordinary memory (False).
         dtype: convert results to this dtype on the device.
         panels: how many row panels the last product is cut into; only 1 (None) so far.
@@ -188,19 +188,21 @@ def pipelined_run(
     torch's current stream, after CuPy's); a ``fn`` of your own runs on the current stream of
     the library that it calls.
 
-    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them. For CPU
+    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them; of
+    default products no larger than ``policy().tiny_item_bytes`` as many as fit ``depth`` times that
+    size, and groups of them share a block of pinned memory. For CPU
     tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
     for a thread that itself runs a pipeline there (``fn`` itself may run one).
     """
     if fn is None and out is None and dtype is None and panels is None and wait is True:
-        products = usual_products(x, n, depth, pin, pool, DEFAULT_DEPTH)
+        products = usual_products(x, n, depth, pin, pool, policy().depth)
         if products is not None:
             return products
     watch.enter()
     many = isinstance(x, (list, tuple))
     inputs = list(x) if many else [x]
     count = as_count(n, "n")
-    limit = as_count(DEFAULT_DEPTH if depth is None else depth, "depth", 1)
+    limit = _as_depth(depth)
     pin, dtype, pool, wait = as_pin(pin), as_dtype(dtype), as_pool(pool), as_flag(wait, "wait")
     _check_panels(panels)
     compute = square if fn is None else as_callable(fn, "fn")
@@ -268,7 +270,7 @@ def _bundle(groups: list[TransferGroup]) -> TransferGroup:
 def pipelined_map(
     fn: Fn,
     items: Iterable[Any],
-    depth: int = DEFAULT_DEPTH,
+    depth: int | None = None,
     *,
     pin: bool | None = None,
     dtype: torch.dtype | None = None,
@@ -280,7 +282,8 @@ def pipelined_map(
         fn: called once an item, in order. Items with CPU tensors are computed on a worker thread,
             everything else in the consumer's thread on its current stream.
         items: any iterable; it is advanced in the consumer's thread, at most ``depth`` items ahead.
-        depth: how many items are in flight; it bounds device and pinned memory.
+        depth: how many items are in flight; it bounds device and pinned memory. None: as for
+            :func:`pipelined_run`.
         pin, dtype, pool: as for :func:`pipelined_run`.
 
     Yields:
@@ -294,7 +297,7 @@ def pipelined_map(
     for, and every buffer is given back. One thread at a time may advance it.
     """
     watch.enter()
-    limit = as_count(depth, "depth", 1)
+    limit = _as_depth(depth)
     pin, dtype, pool = as_pin(pin), as_dtype(dtype), as_pool(pool)
     compute = as_callable(fn, "fn")
     try:
@@ -305,6 +308,10 @@ def pipelined_map(
 
 
 # -- checks
+
+
+def _as_depth(depth: int | None) -> int:
+    return policy().depth if depth is None else as_count(depth, "depth", 1)
 
 
 def _check_panels(panels: object) -> None:

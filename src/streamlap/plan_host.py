@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
 
-from streamlap import _native, foreign, observe
+from streamlap import _native, foreign
 from streamlap.arrays import Source, as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
@@ -30,7 +29,9 @@ from streamlap.devices import (
     require_no_capture,
     streams_in_use,
 )
-from streamlap.pinned import PinnedPool, pool_for
+from streamlap.direct import copy_out
+from streamlap.pinned import PinnedPool, pool_for, view_of
+from streamlap.policy import policy
 
 
 def plan_to_cpu(
@@ -141,23 +142,20 @@ def _plan_simple(
     producer = _producer(stream if own is None else own, place)
     require_no_capture(producer, "to_cpu()")
     stride = None if contiguous else tensor.stride()
-    dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
-    copied = Copied(dst, source.as_numpy)
-    item = (dst.data_ptr(), tensor.data_ptr(), count * dst.itemsize, dst.itemsize, None)
-    submit = functools.partial(
-        place.engine.submit,
-        device=place.index,
-        to_device=False,
-        items=[item],
-        after=[producer] if producer is not None else [],  # site: plan_host.after_producer
-        chunk_bytes=chunk_bytes,
+    native, block = copy_out(
+        place,
+        pool or pool_for(place),
+        tensor,
+        count * tensor.itemsize,
+        chunk_bytes,
+        True,
+        after=producer,  # site: plan_host.after_producer
         keep_source=tensor,  # site: plan_host.keep_source
-        keep_destination=dst,  # site: plan_host.keep_destination
     )
     path = "direct" if place.is_cuda else "host"
-    native = observe.submitted(submit, observe.Copy(place, False, path, item[2]))
-    copied.part = Part(native, place, path, [0], place.is_cuda, place, source.stream is not None)
-    return Planned([copied], [copied.part], [source])
+    dst = view_of(block, tensor.shape, tensor.dtype, stride)
+    part = Part(native, place, path, [0], place.is_cuda, place, source.stream is not None)
+    return Planned([Copied(dst, source.as_numpy, None, part)], [part], [source])
 
 
 def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
@@ -181,7 +179,6 @@ def current_after(producer: _native.Stream, place: Place, call: str) -> _native.
 class _SmallBlock:
     """One pinned block for the small leaves of a tree, carved into views."""
 
-    LIMIT = 256 << 10
     ALIGN = 256
 
     def __init__(
@@ -194,6 +191,7 @@ class _SmallBlock:
     ) -> None:
         self._block: torch.Tensor | None = None
         self._used = 0
+        self._limit = policy().small_leaf_bytes
         if pin is False or len(sources) < 2:
             return
         sizes = [
@@ -201,7 +199,7 @@ class _SmallBlock:
             for source in sources
             if source is not None
         ]
-        sizes = [size for size in sizes if 0 < size <= self.LIMIT]
+        sizes = [size for size in sizes if 0 < size <= self._limit]
         if len(sizes) > 1:
             self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
 
@@ -214,7 +212,7 @@ class _SmallBlock:
         """Return a view of the block; None where the leaf is not small."""
         count = shape.numel()
         room = self._room(count * dtype.itemsize)
-        if self._block is None or not 0 < room <= self.LIMIT:
+        if self._block is None or not 0 < room <= self._limit:
             return None
         if self._used + room > self._block.numel():
             return None

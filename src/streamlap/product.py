@@ -8,7 +8,6 @@ the usual call has a short way of its own, which does the same with less.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -16,8 +15,11 @@ import torch
 from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
+from streamlap.direct import copy_out
+from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
-from streamlap.pinned import PinnedPool, pool_for
+from streamlap.pinned import PinnedPool, pool_for, view_of
+from streamlap.policy import policy
 from streamlap.transfer import Transfer
 
 MULTIPLIED = (
@@ -44,25 +46,21 @@ def _start_copy(
 
     ``timed`` where somebody may ask how long it took: it leaves a gap between two copies.
     """
-    count = product.numel()
-    dst = pool._new(product.shape, product.dtype, None, count)
-    nbytes = count * dst.itemsize
-    submit = functools.partial(
-        place.engine.submit,
-        device=place.index,
-        to_device=False,
-        items=[(dst.data_ptr(), product.data_ptr(), nbytes, dst.itemsize, None)],
-        after=[stream],  # site: product.after_stream
-        chunk_bytes=WHOLE,
-        # a caller's x may be another stream's memory
-        keep_source=(product, x),  # site: product.keep_source
-        keep_destination=dst,  # site: product.keep_destination
-    )
+    nbytes = product.numel() * product.itemsize
     if place.checked:
         place.runtime.declare(stream, product.data_ptr(), nbytes, True)
-    if not observe.watched():
-        return submit(timed=timed), dst
-    return observe.submitted(submit, observe.Copy(place, False, "direct", nbytes), timed), dst
+    native, block = copy_out(
+        place,
+        pool,
+        product,
+        nbytes,
+        WHOLE,
+        timed,
+        after=stream,  # site: product.after_stream
+        # a caller's x may be another stream's memory
+        keep_source=(product, x),  # site: product.keep_source
+    )
+    return native, view_of(block, product.shape, product.dtype)
 
 
 def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
@@ -139,7 +137,14 @@ def usual_products(
         return None
     place = cuda_place(x.get_device())
     own_pool = pool_for(place)
-    if not own_pool._has_room(shape[0] * shape[0] * x.itemsize, n):
+    nbytes = shape[0] * shape[0] * x.itemsize
+    # Autocast would multiply in another dtype, but for a product into given memory.
+    tiny = policy().tiny_item_bytes
+    if nbytes <= tiny and not torch.is_autocast_enabled("cuda"):
+        layout = Layout(nbytes, n, usual_depth, tiny)
+        if own_pool._has_room(layout.group * layout.pitch, layout.groups):
+            return grouped_products(x, n, layout, place, own_pool)
+    if not own_pool._has_room(nbytes, n):
         return None
     return _run(x, n, usual_depth, place, own_pool)
 

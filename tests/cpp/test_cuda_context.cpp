@@ -201,6 +201,22 @@ TEST(cuda_memory_is_the_devices_own_whatever_is_current) {
   runtime->free_device(0, memory, 4096);
 }
 
+TEST(cuda_a_device_that_was_held_is_held_no_more) {
+  auto runtime = cuda_backend();
+  const CUcontext primary = primary_context();
+  OtherContext other;
+  {
+    const std::shared_ptr<void> held = runtime->hold_device(0);
+    expect_current(primary, "hold_device");
+    runtime->free_device(0, runtime->alloc_device(0, 4096), 4096);
+    expect_current(primary, "a call while the device is held");
+  }
+  expect_current(other.context, "the end of hold_device");
+  void* memory = runtime->alloc_device(0, 4096);
+  CHECK(context_of(memory) == primary);
+  runtime->free_device(0, memory, 4096);
+}
+
 TEST(cuda_a_capture_of_this_thread_survives_our_calls) {
   auto runtime = cuda_backend();
   REQUIRE(cudaSetDevice(0) == cudaSuccess);

@@ -1,0 +1,214 @@
+"""The numbers that say how copies are cut, staged, grouped and given memory: all of them, here.
+
+The defaults suit one GPU behind PCIe; where there are few cores or little memory they are smaller.
+``streamlap bench tune`` measures a machine and prints the call of :func:`configure` for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from streamlap.checks import as_count
+from streamlap.errors import InvalidArgument
+from streamlap.sizes import default_pinned_limit, parse_size
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+_MOST_THREADS = 64
+_SMALLEST_BLOCK = 4 * KIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The numbers in force: what :func:`policy` gives. Sizes are in bytes.
+
+    Attributes:
+        chunk_bytes: no single copy of ``to_cpu`` or ``to_device`` is longer than this.
+        depth: items of a pipeline in flight.
+        stage_slots: slots of the ring through which ordinary memory is filled.
+        stage_slot_bytes: the size of one.
+        stage_threads: threads that empty them.
+        populate_threads: threads that make new memory's pages present.
+        slab_bytes: how much memory a pinned pool asks the system for at once.
+        small_leaf_bytes: leaves of a tree up to this size share a block.
+        tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
+        graph_item_bytes: products up to this size may be captured as a graph; 0: none are.
+        panels: row panels of the product at a pipeline's critical end, or ``"auto"``.
+    """
+
+    chunk_bytes: int = 16 * MIB
+    depth: int = 4
+    stage_slots: int = 16
+    stage_slot_bytes: int = 4 * MIB
+    stage_threads: int = 4
+    populate_threads: int = 4
+    slab_bytes: int = 64 * MIB
+    small_leaf_bytes: int = 256 * KIB
+    tiny_item_bytes: int = MIB
+    graph_item_bytes: int = 256 * KIB
+    panels: int | str = "auto"
+
+
+def for_machine(cores: int, pinned_limit: int) -> Policy:
+    """Return the defaults of a machine.
+
+    Args:
+        cores: how many this process may use.
+        pinned_limit: bytes of page-locked memory that a pool may reserve there.
+    """
+    usual = Policy()
+    # One core is left to the thread that issues.
+    threads = max(1, min(usual.stage_threads, cores - 1))
+    # An eighth of the limit for what only helps: the rest is for results.
+    room = pinned_limit // 8
+    slot = min(usual.stage_slot_bytes, max(_SMALLEST_BLOCK, _power_of_two(room // 4)))
+    return dataclasses.replace(
+        usual,
+        stage_threads=threads,
+        populate_threads=max(1, min(usual.populate_threads, cores)),
+        stage_slot_bytes=slot,
+        stage_slots=max(2, min(usual.stage_slots, room // slot)),
+        slab_bytes=min(usual.slab_bytes, max(2 * MIB, _power_of_two(room))),
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size, 1).bit_length() - 1
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _size(least: int) -> Callable[[Any, str], int]:
+    def check(value: Any, what: str) -> int:
+        if isinstance(value, str):
+            value = parse_size(value, what)
+        return as_count(value, what, least)
+
+    return check
+
+
+def _number(least: int, most: int) -> Callable[[Any, str], int]:
+    def check(value: Any, what: str) -> int:
+        count = as_count(value, what, least)
+        if count > most:
+            raise InvalidArgument(f"{what} must be at most {most}, not {count}")
+        return count
+
+    return check
+
+
+def _panels(value: Any, what: str) -> int | str:
+    if isinstance(value, str):
+        if value != "auto":
+            raise InvalidArgument(f"{what} must be 'auto' or a number from 1 up, not {value!r}")
+        return value
+    return as_count(value, what, 1)
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "chunk_bytes": _size(1),
+    "depth": _number(1, 1 << 20),
+    "stage_slots": _number(2, 1 << 16),
+    "stage_slot_bytes": _size(_SMALLEST_BLOCK),
+    "stage_threads": _number(1, _MOST_THREADS),
+    "populate_threads": _number(1, _MOST_THREADS),
+    "slab_bytes": _size(_SMALLEST_BLOCK),
+    "small_leaf_bytes": _size(0),
+    "tiny_item_bytes": _size(0),
+    "graph_item_bytes": _size(0),
+    "panels": _panels,
+}
+
+_lock = threading.Lock()
+_current: Policy | None = None
+
+
+def policy() -> Policy:
+    """Return the numbers in force. Thread-safe."""
+    return _current or _first()
+
+
+def _first() -> Policy:
+    global _current
+    made = for_machine(usable_cores(), default_pinned_limit())
+    with _lock:
+        if _current is None:
+            _current = made
+        return _current
+
+
+class Configured:
+    """What :func:`configure` gives: leave it alone, or restore at the end of a ``with`` block."""
+
+    def __init__(self, before: dict[str, Any], after: Policy) -> None:
+        self._before = before
+        self._after = after
+
+    def __enter__(self) -> Policy:
+        return self._after
+
+    def __exit__(self, *_error: object) -> None:
+        _apply(self._before)
+
+
+def configure(**changes: Any) -> Configured:
+    """Change numbers of the policy, for the whole process, from the next call on.
+
+    Args:
+        changes: fields of :class:`Policy`. Sizes are ints or strings like ``"4MiB"``.
+
+    Returns:
+        A context manager: ``with streamlap.configure(depth=2): ...`` gives these fields back the
+        values that they had. Without ``with`` they stay.
+
+    Raises:
+        InvalidArgument: an unknown name, a value out of range, or a ring or a slab that is larger
+            than the default limit of pinned memory. Nothing was changed.
+        InvalidType: a value of the wrong type.
+
+    Blocks of several threads that change the same field undo each other. Thread-safe. What exists
+    already (pools, a pipeline that runs) keeps what it was made with.
+    """
+    unknown = [name for name in changes if name not in _CHECKS]
+    if unknown:
+        raise InvalidArgument(
+            f"the policy has no {unknown[0]!r}; there is {', '.join(sorted(_CHECKS))}"
+        )
+    checked = {name: _CHECKS[name](value, name) for name, value in changes.items()}
+    return Configured(*_apply(checked, fits=True))
+
+
+def _apply(changes: dict[str, Any], fits: bool = False) -> tuple[dict[str, Any], Policy]:
+    global _current
+    policy()
+    with _lock:
+        assert _current is not None
+        before = {name: getattr(_current, name) for name in changes}
+        after = dataclasses.replace(_current, **changes)
+        if fits:
+            _check_fits(after, changes)
+        _current = after
+    return before, after
+
+
+def _check_fits(after: Policy, changes: dict[str, Any]) -> None:
+    limit = default_pinned_limit()
+    ring = after.stage_slots * after.stage_slot_bytes
+    if ring > limit and {"stage_slots", "stage_slot_bytes"} & changes.keys():
+        raise InvalidArgument(
+            f"a ring of {after.stage_slots} slots of {after.stage_slot_bytes} bytes takes {ring} "
+            f"bytes, and pinned memory is limited to {limit} (STREAMLAP_PINNED_LIMIT)"
+        )
+    if after.slab_bytes > limit and "slab_bytes" in changes:
+        raise InvalidArgument(
+            f"a slab of {after.slab_bytes} bytes is larger than the limit of pinned memory, "
+            f"{limit} (STREAMLAP_PINNED_LIMIT)"
+        )

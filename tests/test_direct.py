@@ -1,0 +1,174 @@
+"""The short way of to_cpu. It needs a GPU to be taken; here it runs on worker threads."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from helpers.data import random_bits, same_bits
+from helpers.streams import CopySide, eventually, finish_all, is_held
+
+import streamlap
+from streamlap import _native, direct, watch
+from streamlap.devices import host_place
+from streamlap.pinned import PinnedPool, pool_for
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture
+def start():
+    """``start(tensor)``: after a host stream that stands for torch's current one."""
+    watch.enter()
+    place = host_place(0)
+    stream = _native.host_runtime().stream(0, "compute")
+
+    def call(tensor, chunk_bytes=1 << 20, pool=None):
+        pool = pool or pool_for(place)
+        return direct.start_transfer(tensor, place, pool, stream.handle, chunk_bytes)
+
+    call.stream = stream
+    return call
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (3, 1, 4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128, torch.float8_e5m2])
+def test_bits_shape_and_dtype(start, shape, dtype):
+    source = random_bits(shape, dtype)
+    transfer = start(source)
+    result = transfer.result()
+    assert same_bits(result, source)
+    assert (result.shape, result.dtype) == (source.shape, source.dtype)
+    assert result.data_ptr() != source.data_ptr()
+    assert transfer.nbytes == source.nbytes
+
+
+def test_it_starts_after_its_producer_and_keeps_both_ends(start):
+    source = random_bits((300, 5))
+    expected = source.clone()
+    start(source).result()
+    gate = start.stream.gate()
+    transfer = start(source)
+    assert is_held(transfer)
+    del source
+    gc.collect()
+    gate.open()
+    assert same_bits(transfer.result(), expected)
+
+
+def test_a_dropped_transfer_gives_its_block_back_when_it_is_done(start):
+    pool = PinnedPool(1 << 20)
+    start(random_bits(10), pool=pool).result()
+    assert eventually(lambda: pool.stats()["live"] == 0)
+    gate = start.stream.gate()
+    transfer = start(random_bits(10), pool=pool)
+    del transfer
+    gc.collect()
+    assert pool.stats()["live_blocks"] == 1  # the copy has yet to write it
+    gate.open()
+    assert eventually(lambda: pool.stats()["live"] == 0)
+
+
+def test_pieces_are_cut_as_asked(start):
+    source = random_bits(1000)
+    transfer = start(source, chunk_bytes=400)
+    pieces = list(transfer.chunks())
+    assert len(pieces) == 10
+    assert same_bits(torch.cat([piece for _leaf, _offset, piece in pieces]), source)
+
+
+def test_a_source_written_too_early_is_noticed(start):
+    source = random_bits(10)
+    transfer = start(source)
+    source.zero_()
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
+def test_the_limit_is_kept_and_waits_for_what_comes_home(start):
+    pool = PinnedPool(8 << 10)
+    source = random_bits(1024)
+    held = [start(source, pool=pool).result() for _ in range(2)]
+    with pytest.raises(streamlap.PoolExhausted) as caught:
+        start(source, pool=pool)
+    assert (caught.value.used, caught.value.limit) == (8 << 10, 8 << 10)
+    held.clear()
+    del caught
+    gate = start.stream.gate()
+    transfer = start(source, pool=pool)
+    del transfer  # in flight: its block comes home once the gate is open
+    kept = start(source, pool=pool)
+    opener = threading.Timer(0.05, gate.open)
+    opener.start()
+    assert same_bits(start(source, pool=pool).result(), source)
+    assert same_bits(kept.result(), source)
+    opener.join()
+
+
+# -- on a GPU
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    seen = []
+    real = direct.start_transfer
+    monkeypatch.setattr(
+        direct, "start_transfer", lambda tensor, *rest: seen.append(tensor) or real(tensor, *rest)
+    )
+    yield seen
+    seen.clear()
+
+
+@pytest.mark.gpu
+def test_what_is_taken_and_what_is_not(taken):
+    x = random_bits((40, 30), where="cuda:0")
+    assert same_bits(streamlap.to_cpu(x).result(), x.cpu())
+    with streamlap.configure(chunk_bytes=100):
+        transfer = streamlap.to_cpu(x)
+        assert transfer.stats()["chunks"] == 48
+        assert same_bits(transfer.result(), x.cpu())
+    with torch.inference_mode():
+        assert same_bits(streamlap.to_cpu(x).result(), x.cpu())
+    graded = torch.rand(5, device="cuda:0", requires_grad=True)
+    assert not streamlap.to_cpu(graded).result().requires_grad
+    assert len(taken) == 4
+    z = torch.randn(6, 6, dtype=torch.complex64, device="cuda:0")
+    for other in (x.t(), x[:, 1:], x[:0], z.conj(), [x], {"a": x}, torch.nn.Parameter(graded.data)):
+        streamlap.to_cpu(other).result()
+    assert same_bits(streamlap.to_cpu(z.conj()).result(), z.conj().resolve_conj().cpu())
+    assert same_bits(streamlap.to_cpu(x, pin=False).result(), x.cpu())
+    assert streamlap.to_cpu(x, dtype=torch.float64).result().dtype == torch.float64
+    assert len(taken) == 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_starts_after_the_current_stream(taken):
+    x = torch.zeros(1000, device="cuda:0")
+    side = torch.cuda.Stream()
+    native = _native.cuda_runtime().adopt(0, side.cuda_stream)
+    streamlap.to_cpu(x).result()
+    native.gate().open()
+    finish_all("cuda:0")
+    gate = native.gate()
+    with torch.cuda.stream(side):
+        x.fill_(7)
+        transfer = streamlap.to_cpu(x)
+    assert is_held(transfer)
+    gate.open()
+    assert torch.equal(transfer.result(), torch.full((1000,), 7.0))
+    assert 0 <= transfer.elapsed() < 20
+    assert len(taken) == 2
+
+
+@pytest.mark.gpu
+def test_the_source_may_change_its_memory_in_flight(taken):
+    x = random_bits(1000, where="cuda:0")
+    expected = x.cpu()
+    streamlap.to_cpu(x).result()
+    gate = CopySide("cuda:0").hold()
+    transfer = streamlap.to_cpu(x)
+    x.data = torch.zeros(1000, device="cuda:0")
+    torch.full((1000,), 3.0, device="cuda:0")  # would get the old memory, were it free
+    gate.open()
+    assert same_bits(transfer.result(), expected)
+    assert len(taken) == 2
