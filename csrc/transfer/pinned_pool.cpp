@@ -45,6 +45,11 @@ void PinnedBlock::record_use(StreamRef stream) {
   uses_.push_back(std::move(event));
 }
 
+std::vector<EventPtr> PinnedBlock::uses() const {
+  std::lock_guard lock(mutex_);
+  return uses_;
+}
+
 PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
     : runtime_(std::move(runtime)) {
   set_limit(limit);
@@ -284,15 +289,26 @@ std::size_t PinnedPool::trim() {
   return bytes;
 }
 
-bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
-  OrderLock lock(*runtime_, mutex_);
+PinnedBlock* PinnedPool::find(const void* pointer) const {
   const auto* address = static_cast<const std::byte*>(pointer);
   auto next = live_.upper_bound(address);
-  if (next == live_.begin()) return false;
-  auto& [base, block] = *std::prev(next);
-  if (address >= base + block->capacity()) return false;
+  if (next == live_.begin()) return nullptr;
+  const auto& [base, block] = *std::prev(next);
+  return address < base + block->capacity() ? block : nullptr;
+}
+
+bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
+  OrderLock lock(*runtime_, mutex_);
+  PinnedBlock* block = find(pointer);
+  if (block == nullptr) return false;
   block->record_use(stream);
   return true;
+}
+
+std::vector<EventPtr> PinnedPool::uses(const void* pointer) const {
+  OrderLock lock(*runtime_, mutex_);
+  const PinnedBlock* block = find(pointer);
+  return block == nullptr ? std::vector<EventPtr>{} : block->uses();
 }
 
 }  // namespace streamlap

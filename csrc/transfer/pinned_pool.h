@@ -39,6 +39,8 @@ class PinnedBlock {
 
   // Work on `stream` issued so far uses this block: it is not reused before that work is done.
   void record_use(StreamRef stream);
+  // The ends of the uses recorded so far: who writes to the block again waits for them.
+  std::vector<EventPtr> uses() const;
   // Never give this block to anybody again: its last use could not be recorded.
   void condemn() noexcept { condemned_ = true; }
 
@@ -48,7 +50,7 @@ class PinnedBlock {
   std::byte* data_;
   std::size_t capacity_;
   std::size_t requested_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<EventPtr> uses_;
   bool condemned_ = false;
   bool fresh_ = false;
@@ -92,6 +94,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // The live block that contains `pointer`, to record a use of it. False when it is none of ours.
   bool record_use(const void* pointer, StreamRef stream);
+  // The uses of that block; none where it is none of ours.
+  std::vector<EventPtr> uses(const void* pointer) const;
 
   static std::size_t size_class(std::size_t bytes);
   static constexpr std::size_t smallest_block = 4096;
@@ -105,6 +109,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   using LiveBlocks = std::map<const std::byte*, PinnedBlock*>;  // by address
   using Freed = std::vector<std::pair<std::byte*, std::size_t>>;
 
+  PinnedBlock* find(const void* pointer) const;  // mutex_ held: the live block around it, or null
   void take_back(PinnedBlock& block) noexcept;
   bool finished(Retired& block);                // mutex_ held
   std::byte* take_ready(std::size_t capacity);  // mutex_ held: a block of this size, or null

@@ -21,6 +21,7 @@ from streamlap.errors import (
 )
 from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
+from streamlap.plan import Pipeline
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
@@ -38,6 +39,7 @@ __all__ = [
     "OrderError",
     "OutOfMemory",
     "PinnedPool",
+    "Pipeline",
     "PoolExhausted",
     "Prediction",
     "SourceModified",

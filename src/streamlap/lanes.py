@@ -217,7 +217,7 @@ class InlineLane(Lane):
                 raise
         try:
             with on_stream(job.stream, job.place):
-                with _current_device(job.place), observe.compute(job.place, index):
+                with current_device(job.place), observe.compute(job.place, index):
                     value = job.fn(job.x)
                 transfer = self._copy(value, index)
         except BaseException as error:
@@ -252,7 +252,8 @@ class InlineLane(Lane):
         return [user for user in found if user is not None]
 
 
-def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
+def current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU the current device, where it is not already."""
     if not place.is_cuda or torch.cuda.current_device() == place.index:
         return contextlib.nullcontext()
     return torch.cuda.device(place.index)

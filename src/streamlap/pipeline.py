@@ -48,7 +48,7 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     """
     watch.enter()
     count = as_count(n, "n")
-    given = _checked_x(x, fn, 0)
+    given = checked_x(x, fn, 0)
     compute = square if fn is None else as_callable(fn, "fn")
     results = []
     with torch.no_grad(), _lent_to_torch(given):
@@ -83,7 +83,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     if not isinstance(xs, (list, tuple)):
         raise InvalidType(f"parallel_run takes a list of inputs, not {type(xs).__name__}")
     compute = square if fn is None else as_callable(fn, "fn")
-    checked = [_checked_x(x, fn, position) for position, x in enumerate(xs)]
+    checked = [checked_x(x, fn, position) for position, x in enumerate(xs)]
     results: list[list[Any]] = [[] for _ in checked]
     here = on_worker()
     inline = [lane for lane, given in enumerate(checked) if given.place.is_cuda or here]
@@ -203,7 +203,7 @@ def pipelined_run(
     pin, dtype, pool, wait = as_pin(pin), as_dtype(dtype), as_pool(pool), as_flag(wait, "wait")
     _check_panels(panels)
     compute = square if fn is None else as_callable(fn, "fn")
-    checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
+    checked = [checked_x(item, fn, position) for position, item in enumerate(inputs)]
     outs = _checked_outs(out, many, count, [given.argument for given in checked], fn, dtype)
     pinned = pin is not False
     if fn is None and out is None and pinned:
@@ -351,7 +351,7 @@ def _lent_to_torch(given: _Input) -> Iterator[None]:
         given.stream.wait(current.record())
 
 
-def _checked_x(x: Any, fn: Fn | None, position: int) -> _Input:
+def checked_x(x: Any, fn: Fn | None, position: int) -> _Input:
     """Return an ``x`` as the pipelines need it."""
     source = as_source(x)
     if source is None:
