@@ -19,6 +19,7 @@ from streamlap.group import Slot, TransferGroup
 from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
+from streamlap.panels import as_panels, check_divides
 from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.product import MULTIPLIED, ProductLane, square, usual_products
 
@@ -148,7 +149,7 @@ def pipelined_run(
     depth: int | None = None,
     pin: bool | None = None,
     dtype: torch.dtype | None = None,
-    panels: int | None = None,
+    panels: int | str | None = None,
     wait: bool = True,
     pool: PinnedPool | None = None,
 ) -> Any:
@@ -166,7 +167,12 @@ def pipelined_run(
         depth: how many results may be on the device at once; 4 if left out.
         pin: results in page-locked memory (None, True) or in ordinary memory (False).
         dtype: convert results to this dtype on the device.
-        panels: how many row panels the last product is cut into; only 1 (None) so far.
+        panels: into how many row panels the product of one item is cut, each copied as soon as it
+            is there. "auto" (None is the same): 4, for the first or the last item, whichever
+            nothing hides, from 8 MiB an item on. A number, which must divide the rows of ``x``: so
+            many, for the last; 1: none. Only the default ``fn`` on one GPU, in a call without
+            ``out``, ``depth``, ``dtype``, ``pool``, ``pin=False`` or ``wait=False``, is cut, and
+            only once an earlier call has found that panels of this shape give the same bits.
         wait: False returns a :class:`Transfer` of ``n`` items as soon as everything is issued
             (GPU; it may wait for room) or at once (CPU).
         pool: where pinned memory comes from.
@@ -191,8 +197,9 @@ def pipelined_run(
     tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
     for a thread that itself runs a pipeline there (``fn`` itself may run one).
     """
-    if fn is None and out is None and dtype is None and panels is None and wait is True:
-        products = usual_products(x, n, depth, pin, pool, DEFAULT_DEPTH)
+    panels = as_panels(panels)
+    if fn is None and out is None and dtype is None and wait is True:
+        products = usual_products(x, n, depth, pin, pool, DEFAULT_DEPTH, panels)
         if products is not None:
             return products
     watch.enter()
@@ -201,9 +208,9 @@ def pipelined_run(
     count = as_count(n, "n")
     limit = as_count(DEFAULT_DEPTH if depth is None else depth, "depth", 1)
     pin, dtype, pool, wait = as_pin(pin), as_dtype(dtype), as_pool(pool), as_flag(wait, "wait")
-    _check_panels(panels)
     compute = square if fn is None else as_callable(fn, "fn")
     checked = [checked_x(item, fn, position) for position, item in enumerate(inputs)]
+    _check_panels(panels, fn, checked)
     outs = _checked_outs(out, many, count, [given.argument for given in checked], fn, dtype)
     pinned = pin is not False
     if fn is None and out is None and pinned:
@@ -306,9 +313,12 @@ def pipelined_map(
 # -- checks
 
 
-def _check_panels(panels: object) -> None:
-    if panels is not None and as_count(panels, "panels", 1) != 1:
-        raise InvalidArgument(f"panels must be 1 or None so far, not {panels!r}")
+def _check_panels(panels: int | None, fn: Fn | None, checked: list[_Input]) -> None:
+    if fn is None:
+        for given in checked:
+            check_divides(panels, given.argument.shape[0])
+    elif panels is not None and panels > 1:
+        raise InvalidArgument(f"panels={panels} concerns the default fn only")
 
 
 class _Input(NamedTuple):

@@ -17,8 +17,11 @@ from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.lanes import Control, InlineLane, Job, annotate
+from streamlap.panels import Ends, Panelled
 from streamlap.pinned import PinnedPool, pool_for
 from streamlap.transfer import Transfer
+
+Flying = _native.Transfer | Panelled
 
 MULTIPLIED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -64,7 +67,7 @@ def _start_copy(
     return observe.submitted(submit, observe.Copy(place, False, "direct", nbytes), timed), dst
 
 
-def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
+def _make_room(native: Flying, stream: _native.Stream) -> None:
     """Let go of a product that is still being copied, without a host wait.
 
     It was allocated on ``stream``, so once that stream waits for the copy, its allocator may hand
@@ -101,7 +104,13 @@ class ProductLane(InlineLane):
 
 
 def usual_products(
-    x: Any, n: Any, depth: int | None, pin: bool | None, pool: PinnedPool | None, usual_depth: int
+    x: Any,
+    n: Any,
+    depth: int | None,
+    pin: bool | None,
+    pool: PinnedPool | None,
+    usual_depth: int,
+    panels: int | None = None,
 ) -> list[torch.Tensor] | None:
     """Return the results of a call with nothing unusual in it; None sends it the general way.
 
@@ -115,26 +124,31 @@ def usual_products(
         return None
     if x.dtype not in MULTIPLIED or x.is_nested:
         return None
+    if panels is not None and shape[0] % panels:
+        return None
     if n < 1 or depth is not None or (pin is not None and pin is not True) or pool is not None:
         return None
     if _native.enter() or not watch.started() or observe.watched():
         return None
     if torch.cuda.current_device() != x.get_device():
         with torch.cuda.device(x.get_device()):
-            return usual_products(x, n, depth, pin, pool, usual_depth)
+            return usual_products(x, n, depth, pin, pool, usual_depth, panels)
     if torch.cuda.is_current_stream_capturing():
         return None
     place = cuda_place(x.get_device())
     own_pool = pool_for(place)
     if not own_pool._has_room(shape[0] * shape[0] * x.itemsize, n):
         return None
-    return _run(x, n, usual_depth, place, own_pool)
+    return _run(x, n, usual_depth, place, own_pool, panels)
 
 
-def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) -> list[torch.Tensor]:
-    flying: list[tuple[_native.Transfer | None, torch.Tensor]] = []
+def _run(
+    x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool, panels: int | None = None
+) -> list[torch.Tensor]:
+    flying: list[tuple[Flying | None, torch.Tensor]] = []
+    ends = Ends(x, n, panels)
     stream: _native.Stream | None = None
-    native: _native.Transfer | None = None
+    native: Flying | None = None
     dst: torch.Tensor | None = None
     product: torch.Tensor | None = None
     index = 0
@@ -144,16 +158,22 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
                 native = flying[index - depth][0]
                 assert native is not None
                 _make_room(native, stream)
+            if index == ends.cut:
+                stream = stream or place.runtime.adopt(place.index, current_handle(place.index))
+                flying.append(ends.start(x, place, stream, pool))
+                continue
             product = square(x)
             if stream is None:  # only now: the first product has begun
                 stream = place.runtime.adopt(place.index, current_handle(place.index))
             flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
+        ends.issued(stream)
         for index in range(n):
             native, dst = flying[index]
             assert native is not None
             assert dst is not None
             native.sync()
+            ends.copied(index)
             flying[index] = (None, dst)  # the transfer dies while the next one is waited for
     except BaseException as error:
         annotate(error, index)
@@ -162,10 +182,11 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
         flying.clear()
         native = dst = product = None  # the traceback keeps this frame
         raise
+    ends.end(x, stream)
     return [result for _transfer, result in flying]
 
 
-def _drain(flying: list[tuple[_native.Transfer | None, torch.Tensor]]) -> None:
+def _drain(flying: list[tuple[Flying | None, torch.Tensor]]) -> None:
     for native, _dst in flying:
         if native is not None:
             with contextlib.suppress(Exception):
