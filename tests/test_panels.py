@@ -19,9 +19,7 @@ LARGE = panels.LEAST_BYTES
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, where):
-    if where == "cpu":
-        monkeypatch.setattr(panels, "ALIGNMENT", 64)  # what torch aligns memory to there
+def nothing_known(monkeypatch):
     monkeypatch.setattr(panels, "_known", {})
 
 
@@ -29,6 +27,7 @@ def nothing_known(monkeypatch, where):
 def stream(monkeypatch):
     """A host stream that stands for torch's current one."""
     watch.enter()
+    monkeypatch.setattr(panels, "ALIGNMENT", 64)  # of torch's memory on a CPU
     stream = _native.host_runtime().stream(0, "compute")
     monkeypatch.setattr(product, "current_handle", lambda index: stream.handle)
     return stream

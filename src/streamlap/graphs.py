@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from streamlap import _native
+from streamlap import _native, observe
 from streamlap.arrays import plain_tensor
 from streamlap.batch import external_stream
 from streamlap.devices import Place, current_stream
@@ -208,7 +208,8 @@ class Captured:
         assert stream is not None
         if place.runtime.checked:
             place.runtime.declare(stream, block.data_ptr(), block.nbytes, True)
-        self._graph.replay()
+        with observe.graph(place):
+            self._graph.replay()
         self._flying = stream.record()
         self._flying.synchronize()
         self._flying = None

@@ -248,6 +248,26 @@ TEST(many_uses_of_one_block_are_all_kept) {
   CHECK_EQ(lab.pool->stats().in_flight, 0);
 }
 
+TEST(who_writes_to_a_block_again_finds_its_uses) {
+  PoolLab lab(MiB);
+  StreamRef stream = lab.copy();
+  auto block = lab.allocate(10'000);
+  int foreign = 0;
+  CHECK(lab.pool->uses(&foreign).empty());
+  CHECK(lab.pool->uses(block->data()).empty());
+  auto gate = lab.runtime->gate(stream);
+  block->record_use(stream);
+  auto found = lab.pool->uses(block->data() + 9'999);
+  CHECK_EQ(found.size(), 1);
+  CHECK(!lab.runtime->event_query(*found[0]));
+  gate->open();
+  CHECK(lab.in_time(found[0]));
+  CHECK_EQ(lab.pool->uses(block->data()).size(), 1);  // they still hold the block back
+  block.reset();
+  auto again = lab.allocate(10'000);
+  CHECK(lab.pool->uses(again->data()).empty());
+}
+
 TEST(a_failed_use_releases_its_block) {
   PoolLab lab(MiB);
   StreamRef stream = lab.copy();
