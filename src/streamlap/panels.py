@@ -14,8 +14,9 @@ call that finds it done; no call waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -102,28 +103,29 @@ def panel_rows(rows: int, panels: int) -> list[slice]:
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
 
-def _setting(name: str, *args: str) -> object:
-    getter = getattr(torch._C, name, None)
+def _getters() -> list[Callable[[], object]]:
+    names = (
+        "_get_cublas_allow_tf32",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_accumulation",
+        "_get_deterministic_algorithms",
+        "_get_blas_preferred_backend",
+    )
+    getters = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+    newer = getattr(torch._C, "_get_fp32_precision_getter", None)  # since torch 2.9
+    return getters if newer is None else [functools.partial(newer, "cuda", "matmul"), *getters]
+
+
+_SETTINGS = _getters()
+
+
+def key_of(x: torch.Tensor, panels: int) -> Key | None:
+    """Return everything that the choice of a product's kernel depends on; None: torch won't say."""
     try:
-        return getter(*args) if getter is not None else None
-    except RuntimeError as error:  # torch refuses to say, where its old and new names were mixed
-        return str(error)
-
-
-_SETTINGS = (
-    ("_get_fp32_precision_getter", "cuda", "matmul"),
-    ("_get_cublas_allow_tf32",),
-    ("_get_cublas_allow_fp16_reduced_precision_reduction",),
-    ("_get_cublas_allow_bf16_reduced_precision_reduction",),
-    ("_get_cublas_allow_fp16_accumulation",),
-    ("_get_deterministic_algorithms",),
-    ("_get_blas_preferred_backend",),
-)
-
-
-def key_of(x: torch.Tensor, panels: int) -> Key:
-    """Return everything that the choice of a product's kernel depends on."""
-    settings = (str(_setting(*setting)) for setting in _SETTINGS)
+        settings = [get() for get in _SETTINGS]
+    except RuntimeError:  # where its old and new names of a setting were mixed
+        return None
     return (x.device, x.shape[0], x.dtype, panels, *settings)
 
 
@@ -183,8 +185,6 @@ class _Known:
 
     def ask(self, x: torch.Tensor, panels: int, stream: _native.Stream) -> None:
         """Enqueue the comparison, unless that was done."""
-        if self._same is not None or self._asked is not None:
-            return
         with self._lock:
             if self._same is not None or self._asked is not None:
                 return
@@ -195,6 +195,12 @@ class _Known:
 
 
 _known: dict[Key, _Known] = {}
+
+
+def _settle(parts: Sequence[_native.Transfer]) -> None:
+    for part in parts:
+        with contextlib.suppress(Exception):
+            part.sync()
 
 
 class Ends:
@@ -217,6 +223,8 @@ class Ends:
         if unusual or x.is_conj() or x.is_neg() or torch.is_autocast_enabled(x.device.type):
             return
         key = key_of(x, self._panels)
+        if key is None:
+            return
         self._known = _known.get(key) or _known.setdefault(key, _Known())
         if not self._known.same_bits():
             return
@@ -253,10 +261,7 @@ class Ends:
                 )
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):
-                for copy in parts:
-                    with contextlib.suppress(Exception):
-                        copy.sync()
-            copy = None
+                _settle(parts)
             parts.clear()
             del product, part, dst  # the traceback keeps this frame
             raise

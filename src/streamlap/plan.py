@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import threading
 import warnings
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,7 +69,8 @@ class Pipeline:
         Exception: what ``fn`` raised.
 
     Stream order, of preparation and calls: on the current stream of the device of ``like``, after
-    what it has been given, and what CuPy's current stream has been for a CuPy array.
+    what it has been given, and what CuPy's current stream has been for a CuPy array. Preparing a
+    graph waits for that work.
 
     Thread-safe: calls from several threads take turns, and the results are those of the last one.
     """
@@ -174,7 +174,7 @@ class Pipeline:
         if id(self) in _running.get():
             raise InvalidArgument("fn of a plan calls that plan")
         source = self._input.check(x)
-        with self._lock, current_device(self._place), self._marked():
+        with self._lock, current_device(self._place):
             if self._closed:
                 raise InvalidArgument("the plan is closed")
             if not self.n:
@@ -184,17 +184,13 @@ class Pipeline:
             if self._graph is not None:
                 self._graph.run()
             else:
-                self._run()
+                token = _running.set((*_running.get(), id(self)))
+                try:
+                    self._run()
+                finally:
+                    _running.reset(token)
             values = self._values()
             return [_clone(value) for value in values] if clone else values
-
-    @contextlib.contextmanager
-    def _marked(self) -> Iterator[None]:
-        token = _running.set((*_running.get(), id(self)))
-        try:
-            yield
-        finally:
-            _running.reset(token)
 
     def _order_after_readers(self) -> None:
         """Let the call's work start after what still uses the plan's memory."""

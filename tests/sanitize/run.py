@@ -34,6 +34,8 @@ FILES = [
     "test_pipeline.py",
     "test_mapping.py",
     "test_product.py",
+    "test_plan.py",
+    "test_panels.py",
     "test_devices.py",
     "test_timeline.py",
     "test_errors.py",
