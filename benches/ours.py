@@ -19,16 +19,38 @@ from .work import Job
 class PipelinedRun(Way):
     """``pipelined_run``, on one device or several."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Job], panels: int | None = None) -> None:
         self.jobs = list(jobs)
+        self.panels = panels
         self.xs = [job.x for job in jobs]
         self.n = jobs[0].n
 
     def go(self) -> Tensors:
         if len(self.xs) == 1:
-            return streamlap.pipelined_run(self.xs[0], n=self.n)
+            return streamlap.pipelined_run(self.xs[0], n=self.n, panels=self.panels)
         lists = streamlap.pipelined_run(self.xs, n=self.n)
         return [result for results in lists for result in results]
+
+
+class PlanCall(Way):
+    """One call of a ``Pipeline``: a graph that was captured when it was made."""
+
+    def __init__(self, job: Job, compute_streams: int) -> None:
+        self.job = job
+        self.plan = streamlap.Pipeline(
+            like=job.x, n=job.n, graph=True, compute_streams=compute_streams
+        )
+        self.results_on_host: Tensors = self.plan(job.x)
+
+    def poison(self) -> None:
+        poison(self.results_on_host)
+
+    def go(self) -> Tensors:
+        return self.plan(self.job.x)
+
+    def close(self) -> None:
+        self.plan.close()
+        self.results_on_host = []
 
 
 class ToCpu(Way):

@@ -38,6 +38,7 @@ JOB_ON_GPU = {
     "row panels by hand",
     "CuPy by hand",
     "pipelined_run",
+    "pipelined_run, panels=1",
 }
 
 

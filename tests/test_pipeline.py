@@ -752,7 +752,7 @@ BAD = {
     "dtype": ({"dtype": "float16"}, TypeError, "dtype"),
     "pool": ({"pool": 7}, TypeError, "pool"),
     "wait": ({"wait": 1}, TypeError, "wait"),
-    "panels": ({"panels": 2}, ValueError, "panels"),
+    "panels": ({"panels": 3}, ValueError, "panels=3 does not divide"),
     "out_count": ({"n": 3, "out": [torch.empty(4, 4)] * 0}, ValueError, "0 items, not 3"),
     "out_leading": ({"n": 3, "out": torch.empty(2, 4, 4)}, ValueError, "leading dimension 3"),
     "out_0d": ({"n": 3, "out": torch.empty(())}, ValueError, "leading dimension 3"),

@@ -9,7 +9,7 @@ import torch
 from helpers.data import random_bits, random_numbers, same_tree
 
 import streamlap
-from streamlap import Policy, cli, configure, tune
+from streamlap import Policy, _native, cli, configure, graphs, panels, tune
 from streamlap import policy as policy_in_force
 from streamlap.policy import KIB, MIB, for_machine
 from streamlap.sizes import default_pinned_limit
@@ -34,7 +34,6 @@ def test_defaults_suit_any_machine(cores, limit):
     ring = made.stage_slots * made.stage_slot_bytes
     assert ring <= max(limit // 2, 8 * KIB)
     assert made.stage_slot_bytes % (4 * KIB) == 0
-    assert made.slab_bytes <= max(2 * MIB, limit // 8)
 
 
 def test_a_large_machine_has_the_usual_numbers():
@@ -45,7 +44,6 @@ def test_a_small_machine_has_smaller_ones():
     made = for_machine(2, 256 * MIB)
     assert (made.stage_threads, made.populate_threads) == (1, 2)
     assert made.stage_slots * made.stage_slot_bytes == 32 * MIB
-    assert made.slab_bytes == 32 * MIB
 
 
 def test_a_plain_call_stays_and_a_block_restores():
@@ -182,6 +180,51 @@ def test_small_leaves_share_a_block_up_to_the_size_configured(where):
         other = streamlap.to_cpu(tree, pool=pool)
         assert pool.stats()["live_blocks"] == 4
     assert same_tree(transfer.result(), other.result())
+
+
+def test_small_blocks_are_cut_from_slabs_of_the_size_configured():
+    def slabs():
+        pool = streamlap.PinnedPool("64MiB")
+        held = [pool.empty(1, torch.uint8) for _ in range(100)]
+        assert len(held) == pool.stats()["live_blocks"]
+        return pool.stats()["slabs"]
+
+    usual = slabs()
+    with configure(slab_bytes="4KiB"):
+        assert slabs() == 100
+    assert slabs() == usual < 100
+
+
+def test_pages_are_made_present_by_the_threads_configured():
+    before = _native.populate_threads()
+    with configure(populate_threads=before + 3):
+        assert _native.populate_threads() == before + 3
+    assert _native.populate_threads() == policy_in_force().populate_threads
+
+
+def test_items_are_captured_up_to_the_size_configured():
+    assert graphs.is_small(2 * MIB, 50)
+    with configure(graph_item_bytes=1000):
+        assert graphs.is_small(1000, 50)
+        assert not graphs.is_small(1001, 50)
+    with configure(graph_item_bytes=0):
+        assert not graphs.is_small(1, 50)
+
+
+def test_ends_are_cut_as_configured():
+    assert panels.resolved(None, 12) == 0
+    with configure(panels=3):
+        assert panels.resolved(None, 12) == 3
+        assert panels.resolved(None, 13) == 1
+        assert panels.resolved(panels.as_panels("auto"), 12) == 0
+        assert panels.resolved(4, 12) == 4
+
+
+def test_plans_are_as_deep_as_configured():
+    with configure(depth=3):
+        plan = streamlap.Pipeline(like=torch.ones(2, 2), n=2)
+    assert plan._depth == 3
+    assert streamlap.Pipeline(like=torch.ones(2, 2), n=2, depth=5)._depth == 5
 
 
 @pytest.mark.gpu

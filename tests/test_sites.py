@@ -22,6 +22,7 @@ from streamlap import (
     direct,
     grouped,
     observe,
+    panels,
     pipeline,
     pipelined_map,
     pipelined_run,
@@ -370,6 +371,52 @@ def test_a_product_lives_until_there_is_room(products, simulation):
     assert alive() is None
     gate.open()
     native.sync()
+
+
+# -- a product in panels
+
+
+def cut(products, x):
+    place, stream, pool = products
+    return panels.Ends(x, 1, 4).start(x, place, stream, pool)
+
+
+def test_panels_are_copied_after_their_stream(products):
+    gate = products[1].gate()
+    parts, _dst = cut(products, torch.eye(8))
+    assert not parts.sync(MOMENT)
+    gate.open()
+    assert parts.sync()
+
+
+def test_panels_keep_what_they_read_and_write(products, simulation):
+    array = np.eye(8, dtype=np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+    parts, dst = cut(products, torch.from_numpy(array))
+    held = simulation.pool.stats()["live"]
+    del parts, dst, array
+    gc.collect()
+    assert alive() is not None
+    assert simulation.pool.stats()["live"] == held > 0
+    gate.open()
+    copy_stream(simulation).synchronize()
+    assert nothing_in_flight(simulation)
+
+
+def test_a_panel_that_fails_waits_for_those_before(products, simulation, monkeypatch):
+    real, calls = torch.mm, []
+
+    def mm(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Boom
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    with pytest.raises(Boom):
+        cut(products, torch.eye(8))
+    assert nothing_in_flight(simulation)
 
 
 # -- groups of products, computed by a stream that stands for torch's

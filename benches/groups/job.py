@@ -85,7 +85,10 @@ def _rows(job: Job, on_gpu: bool) -> list[Row]:
             Row("run, then copy", lambda: RunThenCopy(job)),
             Row("thread by hand", lambda: ThreadByHand(job)),
         ]
-    return [*rows, Row("pipelined_run", lambda: PipelinedRun([job]), "ours")]
+    rows.append(Row("pipelined_run", lambda: PipelinedRun([job]), "ours"))
+    if on_gpu:
+        rows.append(Row("pipelined_run, panels=1", lambda: PipelinedRun([job], 1), "ours"))
+    return rows
 
 
 def dtypes(setting: Setting) -> list[str]:

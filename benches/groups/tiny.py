@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from ..ours import PipelinedRun
+from ..ours import PipelinedRun, PlanCall
 from ..peers.cupy_by_hand import CuPyByHand
 from ..peers.graph_by_hand import GraphByHand
 from ..peers.side_stream import SideStream
@@ -22,6 +22,7 @@ ABOUT = (
 NOT_ON_CPU = "its cost is that of CUDA calls"
 
 SIZES = (256, 1024)
+STREAMS = 4
 
 
 def _rows(job: Job) -> list[Row]:
@@ -31,6 +32,8 @@ def _rows(job: Job) -> list[Row]:
         Row("CuPy by hand", lambda: CuPyByHand(job)),
         Row("captured graph by hand", lambda: GraphByHand(job)),
         Row("pipelined_run", lambda: PipelinedRun([job]), "ours"),
+        Row("Pipeline", lambda: PlanCall(job, 1), "ours"),
+        Row(f"Pipeline, {STREAMS} compute streams", lambda: PlanCall(job, STREAMS), "ours"),
     ]
 
 

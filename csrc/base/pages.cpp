@@ -71,6 +71,11 @@ void touch(std::byte* begin, std::size_t bytes) {
   }
 }
 
+// More are slower: they contend for the same locks of the system.
+constexpr unsigned usual_threads = 4;
+
+std::atomic<int> g_threads{0};  // 0: as many as usual
+
 void populate_part(std::byte* begin, std::size_t bytes) {
   if (madvise(begin, bytes, MADV_POPULATE_WRITE) == 0) return;
   if (errno == EINVAL || errno == ENOSYS) touch(begin, bytes);
@@ -113,6 +118,14 @@ void* map(std::size_t bytes, Fork fork, bool huge) {
 void unmap(void* pointer, std::size_t bytes) noexcept {
   munmap(pointer, round_up(std::max<std::size_t>(bytes, 1), page_bytes()));
 }
+
+int threads() noexcept {
+  const int chosen = g_threads;
+  if (chosen > 0) return chosen;
+  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, usual_threads));
+}
+
+void use_threads(int count) noexcept { g_threads = count; }
 
 bool populate(void* pointer, std::size_t bytes, int threads) {
   if (bytes == 0) return true;

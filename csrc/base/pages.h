@@ -17,6 +17,10 @@ enum class Fork { shared, kept_out };
 void* map(std::size_t bytes, Fork fork, bool huge = true);
 void unmap(void* pointer, std::size_t bytes) noexcept;
 
+// How many threads make new memory present, wherever this process pins some; the second changes it.
+int threads() noexcept;
+void use_threads(int count) noexcept;
+
 // Makes the pages present, `threads` at once; what they hold stays. False, and nothing done, where
 // the memory left to this process's control group would not hold them.
 bool populate(void* pointer, std::size_t bytes, int threads);

@@ -32,6 +32,8 @@ double populate_seconds(std::size_t bytes, int threads) {
 }  // namespace
 
 void bind_pages(py::module_& module) {
+  module.def("populate_threads", &pages::threads);
+  module.def("use_populate_threads", &pages::use_threads, py::arg("count"));
   module.def("populate_seconds", &populate_seconds, py::arg("nbytes"), py::arg("threads"));
 }
 

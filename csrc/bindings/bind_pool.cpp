@@ -60,31 +60,47 @@ void let_go(std::unique_ptr<PinnedPool> pool) {
   std::erase(pools, nullptr);
 }
 
-std::shared_ptr<PinnedPool> make_pool(const std::shared_ptr<Runtime>& runtime, std::size_t limit) {
+std::shared_ptr<PinnedPool> make_pool(const std::shared_ptr<Runtime>& runtime, std::size_t limit,
+                                      std::size_t slab_bytes) {
   let_go(nullptr);
-  std::shared_ptr<PinnedPool> pool(new PinnedPool(runtime, limit), [](PinnedPool* last) {
-    let_go(std::unique_ptr<PinnedPool>(last));
-  });
+  std::shared_ptr<PinnedPool> pool(
+      new PinnedPool(runtime, limit, slab_bytes),
+      [](PinnedPool* last) { let_go(std::unique_ptr<PinnedPool>(last)); });
   std::lock_guard lock(registry().mutex);
   std::erase_if(registry().pools, [](const auto& other) { return other.expired(); });
   registry().pools.push_back(pool);
   return pool;
 }
 
-bool record_use(std::uintptr_t pointer, const PyStream& stream) {
-  GilRelease released;
+std::vector<std::shared_ptr<PinnedPool>> pools_of(const std::shared_ptr<Runtime>& runtime) {
   std::vector<std::shared_ptr<PinnedPool>> pools;
-  {
-    std::lock_guard lock(registry().mutex);
-    for (const auto& pool : registry().pools) {
-      if (auto alive = pool.lock(); alive && alive->runtime() == stream.runtime) {
-        pools.push_back(std::move(alive));
-      }
+  std::lock_guard lock(registry().mutex);
+  for (const auto& pool : registry().pools) {
+    if (auto alive = pool.lock(); alive && alive->runtime() == runtime) {
+      pools.push_back(std::move(alive));
     }
   }
+  return pools;
+}
+
+bool record_use(std::uintptr_t pointer, const PyStream& stream) {
+  GilRelease released;
+  const auto pools = pools_of(stream.runtime);
   return std::any_of(pools.begin(), pools.end(), [&](const auto& pool) {
     return pool->record_use(reinterpret_cast<const void*>(pointer), stream.ref);
   });
+}
+
+// Uses of the block around `pointer`, declared by record_use().
+std::vector<PyEvent> uses_of(std::uintptr_t pointer, const std::shared_ptr<Runtime>& runtime) {
+  GilRelease released;
+  std::vector<PyEvent> found;
+  for (const auto& pool : pools_of(runtime)) {
+    for (EventPtr& event : pool->uses(reinterpret_cast<const void*>(pointer))) {
+      found.push_back({runtime, std::move(event)});
+    }
+  }
+  return found;
 }
 
 // The pool with what it makes ahead; letting go of it cancels nothing.
@@ -206,7 +222,7 @@ void bind_pool(py::module_& module) {
       });
 
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "Pool")
-      .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"))
+      .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"), py::arg("slab_bytes"))
       .def_property_readonly_static("smallest_block",
                                     [](const py::object&) { return PinnedPool::smallest_block; })
       .def("allocate",
@@ -230,6 +246,7 @@ void bind_pool(py::module_& module) {
       .def_static("size_class", &PinnedPool::size_class);
 
   module.def("record_use", &record_use);
+  module.def("uses_of", &uses_of, py::arg("pointer"), py::arg("runtime"));
   module.def("set_current_streams_hook",
              [](const py::object& hook) { current_streams_hook() = share(hook); });
 }

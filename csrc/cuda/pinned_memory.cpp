@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
 
 #include "base/pages.h"
 #include "cuda/context.h"
@@ -17,8 +16,6 @@ constexpr std::size_t timed_from = std::size_t{32} << 20;
 // Bytes a second. Where memory is new to a virtual machine 4 to 5e9 are reached, and cudaHostAlloc
 // has 2.6e9 at best.
 constexpr double fast_enough = 3e9;
-// More are slower: they contend for the same locks of the system.
-constexpr unsigned most_threads = 4;
 
 class Clock {
  public:
@@ -70,12 +67,11 @@ PinnedMemory::Result PinnedMemory::make(Way way, std::size_t bytes) {
   } catch (const Error&) {
     return result;
   }
-  const auto threads = std::clamp(std::thread::hardware_concurrency(), 1U, most_threads);
   bool present = false;
   try {
     std::lock_guard lock(populating_);
     Clock clock;
-    present = pages::populate(memory, bytes, static_cast<int>(threads));
+    present = pages::populate(memory, bytes, pages::threads());
     result.seconds = clock.lap();
     std::lock_guard books(mutex_);
     registered_.emplace(memory, bytes);  // before the driver knows it: this may fail

@@ -30,6 +30,8 @@ constexpr Site site_lock_take_back{"pool.lock_take_back"};
 constexpr Site site_lock_stats{"pool.lock_stats"};
 constexpr Site site_lock_trim{"pool.lock_trim"};
 constexpr Site site_lock_find{"pool.lock_find_block"};
+constexpr Site site_lock_find_uses{"pool.lock_find_uses"};
+constexpr Site site_lock_read_uses{"pool.lock_read_uses"};
 
 }  // namespace
 
@@ -56,8 +58,13 @@ void PinnedBlock::record_use(StreamRef stream) {
   if (!dropped(site_keep_use)) uses_.push_back(std::move(event));
 }
 
-PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
-    : runtime_(std::move(runtime)) {
+std::vector<EventPtr> PinnedBlock::uses() const {
+  OrderLock lock(*pool_->runtime(), mutex_, site_lock_read_uses);
+  return uses_;
+}
+
+PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit, std::size_t slab_bytes)
+    : runtime_(std::move(runtime)), slab_bytes_(slab_bytes) {
   set_limit(limit);
   process::mark_started();
 }
@@ -163,7 +170,7 @@ SizeClass& PinnedPool::size_of(std::size_t capacity) {
 std::size_t PinnedPool::slab_blocks(const SizeClass& size, std::size_t wanted) const noexcept {
   if (size.capacity() >= carved_below) return 1;
   // A small pool must not be used up by slabs of sizes that are asked for once.
-  const std::size_t most = std::min(largest_slab, stats_.limit / 64) / size.capacity();
+  const std::size_t most = std::min(slab_bytes_, stats_.limit / 64) / size.capacity();
   return std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(most, 1));
 }
 
@@ -354,15 +361,26 @@ std::size_t PinnedPool::trim() {
   return bytes;
 }
 
-bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
-  OrderLock lock(*runtime_, mutex_, site_lock_find);
+PinnedBlock* PinnedPool::find(const void* pointer) const {
   const auto* address = static_cast<const std::byte*>(pointer);
   auto next = live_.upper_bound(address);
-  if (next == live_.begin()) return false;
-  auto& [base, block] = *std::prev(next);
-  if (address >= base + block->capacity()) return false;
+  if (next == live_.begin()) return nullptr;
+  const auto& [base, block] = *std::prev(next);
+  return address < base + block->capacity() ? block : nullptr;
+}
+
+bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
+  OrderLock lock(*runtime_, mutex_, site_lock_find);
+  PinnedBlock* block = find(pointer);
+  if (block == nullptr) return false;
   block->record_use(stream);
   return true;
+}
+
+std::vector<EventPtr> PinnedPool::uses(const void* pointer) const {
+  OrderLock lock(*runtime_, mutex_, site_lock_find_uses);
+  const PinnedBlock* block = find(pointer);
+  return block == nullptr ? std::vector<EventPtr>{} : block->uses();
 }
 
 }  // namespace streamlap

@@ -47,6 +47,8 @@ class PinnedBlock {
 
   // Work on `stream` issued so far uses this block: it is not reused before that work is done.
   void record_use(StreamRef stream);
+  // The ends of the uses recorded so far: who writes to the block again waits for them.
+  std::vector<EventPtr> uses() const;
   // Never give this block to anybody again: its last use could not be recorded.
   void condemn() noexcept { condemned_ = true; }
 
@@ -56,7 +58,7 @@ class PinnedBlock {
   Piece piece_;
   std::size_t capacity_;
   std::size_t requested_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<EventPtr> uses_;
   bool condemned_ = false;
   bool fresh_ = false;
@@ -93,15 +95,18 @@ class Growth {
 
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
-  PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit);
+  // Blocks below 1 MiB are cut from slabs of at most `slab_bytes`, and of at most 1/64 of the
+  // limit.
+  PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit,
+             std::size_t slab_bytes = usual_slab);
   ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
   // A block of at least `bytes` (1 at least). Empty when one will do after blocks in flight have
   // come home, or when one is being made in the background: call again. Throws PoolExhausted when
-  // only memory that users hold could help, and Error(sticky) when it is in flight on a device whose
-  // context is lost.
+  // only memory that users hold could help, and Error(sticky) when it is in flight on a device
+  // whose context is lost.
   std::unique_ptr<PinnedBlock> try_allocate(std::size_t bytes);
 
   // Makes blocks in the background until `count` of `bytes` are cached or in flight; null when
@@ -139,11 +144,13 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // The live block that contains `pointer`, to record a use of it. False when it is none of ours.
   bool record_use(const void* pointer, StreamRef stream);
+  // The uses of that block; none where it is none of ours.
+  std::vector<EventPtr> uses(const void* pointer) const;
 
   static std::size_t size_class(std::size_t bytes);
   static constexpr std::size_t smallest_block = 4096;
   static constexpr std::size_t carved_below = std::size_t{1} << 20;
-  static constexpr std::size_t largest_slab = std::size_t{2} << 20;
+  static constexpr std::size_t usual_slab = std::size_t{2} << 20;
 
  private:
   friend class PinnedBlock;
@@ -157,6 +164,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
     std::list<Slab> prepared;
   };
 
+  PinnedBlock* find(const void* pointer) const;  // mutex_ held: the live block around it, or null
   void take_back(PinnedBlock& block) noexcept;
   // These need mutex_.
   SizeClass& size_of(std::size_t capacity);
@@ -182,6 +190,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   void changed() noexcept;
 
   std::shared_ptr<Runtime> runtime_;
+  const std::size_t slab_bytes_;
   mutable std::mutex mutex_;
   PoolStats stats_;
   bool lost_ = false;        // some blocks will never come home: their device's context is gone

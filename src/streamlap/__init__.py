@@ -21,6 +21,7 @@ from streamlap.errors import (
 )
 from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, prewarm, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
+from streamlap.plan import Pipeline
 from streamlap.policy import Policy, configure, policy
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
@@ -39,6 +40,7 @@ __all__ = [
     "OrderError",
     "OutOfMemory",
     "PinnedPool",
+    "Pipeline",
     "Policy",
     "PoolExhausted",
     "Prediction",

@@ -57,7 +57,7 @@ class TransferTimeout(StreamlapError, TimeoutError):
 
 
 class CaptureError(StreamlapError, RuntimeError):
-    """Not possible while a CUDA graph is being captured. The capture is still good."""
+    """Not possible while a CUDA graph is being captured (which goes on), or in a graph at all."""
 
 
 class OrderError(StreamlapError, RuntimeError):

@@ -148,7 +148,7 @@ class Lane:
         if self.slots:
             # First the last one: a thread that wakes for every item takes the interpreter's lock
             # from the worker that computes them.
-            self.slots[-1].settle()
+            self.slots[-1].settle()  # site: lanes.settle_last
         for index, slot in enumerate(self.slots):
             try:
                 results.append(slot.collect())
@@ -220,7 +220,7 @@ class InlineLane(Lane):
                 raise
         try:
             with on_stream(job.stream, job.place):
-                with _current_device(job.place), observe.compute(job.place, index):
+                with current_device(job.place), observe.compute(job.place, index):
                     value = job.fn(job.x)
                 transfer = self._copy(value, index)
         except BaseException as error:
@@ -256,7 +256,8 @@ class InlineLane(Lane):
         return [user for user in found if user is not None]
 
 
-def _current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
+def current_device(place: Place) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU the current device, where it is not already."""
     if not place.is_cuda or torch.cuda.current_device() == place.index:
         return contextlib.nullcontext()
     return torch.cuda.device(place.index)

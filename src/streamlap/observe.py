@@ -100,10 +100,18 @@ def compute(place: Place, index: int, worker: _native.Stream | None = None) -> C
 
     It is on the current stream of a GPU, on ``worker``, or in the calling thread.
     """
+    return _computing(place, f"fn {index}", worker)
+
+
+def graph(place: Place) -> Context:
+    """Return a context for the launch of a graph, copies and all, on the current stream."""
+    return _computing(place, "graph", None)
+
+
+def _computing(place: Place, name: str, worker: _native.Stream | None) -> Context:
     now = recorder
     if now is None and not ranges:
         return _NOTHING
-    name = f"fn {index}"
     inner = _NOTHING
     if now is not None:
         inner = now.compute(place, current_stream(place) if worker is None else worker, name)

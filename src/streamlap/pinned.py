@@ -20,6 +20,7 @@ from streamlap.devices import (
     place_of,
 )
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
+from streamlap.policy import policy
 from streamlap.serving import current
 from streamlap.sizes import default_pinned_limit, parse_size
 
@@ -73,7 +74,7 @@ class PinnedPool:
             with self._lock:
                 if self._native is None:
                     limit = self._given if self._given is not None else default_pinned_limit()
-                    self._native = _native.Pool(runtime, limit)
+                    self._native = _native.Pool(runtime, limit, policy().slab_bytes)
         return self._native
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

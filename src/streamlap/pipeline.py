@@ -19,6 +19,7 @@ from streamlap.group import Slot, TransferGroup
 from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
+from streamlap.panels import as_panels, check_divides
 from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.policy import policy
 from streamlap.product import MULTIPLIED, ProductLane, square, usual_products
@@ -47,7 +48,7 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     """
     watch.enter()
     count = as_count(n, "n")
-    given = _checked_x(x, fn, 0)
+    given = checked_x(x, fn, 0)
     compute = square if fn is None else as_callable(fn, "fn")
     results = []
     with torch.no_grad(), _lent_to_torch(given):
@@ -82,7 +83,7 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     if not isinstance(xs, (list, tuple)):
         raise InvalidType(f"parallel_run takes a list of inputs, not {type(xs).__name__}")
     compute = square if fn is None else as_callable(fn, "fn")
-    checked = [_checked_x(x, fn, position) for position, x in enumerate(xs)]
+    checked = [checked_x(x, fn, position) for position, x in enumerate(xs)]
     results: list[list[Any]] = [[] for _ in checked]
     here = on_worker()
     inline = [lane for lane, given in enumerate(checked) if given.place.is_cuda or here]
@@ -148,7 +149,7 @@ def pipelined_run(
     depth: int | None = None,
     pin: bool | None = None,
     dtype: torch.dtype | None = None,
-    panels: int | None = None,
+    panels: int | str | None = None,
     wait: bool = True,
     pool: PinnedPool | None = None,
 ) -> Any:
@@ -167,7 +168,13 @@ def pipelined_run(
             it was not called.
         pin: results in page-locked memory (None, True) or in ordinary memory (False).
         dtype: convert results to this dtype on the device.
-        panels: how many row panels the last product is cut into; only 1 (None) so far.
+        panels: into how many row panels the product of one item is cut, each copied as soon as it
+            is there. None: as :func:`configure` says, "auto" if it was not called. "auto": 4, for
+            the first or the last item, whichever nothing hides, from 8 MiB an item on. A number,
+            which must divide the rows of ``x``: so many, for the last; 1: none. Only the default
+            ``fn`` on one GPU, in a call without ``out``, ``depth``, ``dtype``, ``pool``,
+            ``pin=False`` or ``wait=False``, is cut, and only once an earlier call has found that
+            panels of this shape give the same bits.
         wait: False returns a :class:`Transfer` of ``n`` items as soon as everything is issued
             (GPU; it may wait for room) or at once (CPU).
         pool: where pinned memory comes from.
@@ -194,19 +201,20 @@ def pipelined_run(
     tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
     for a thread that itself runs a pipeline there (``fn`` itself may run one).
     """
-    if fn is None and out is None and dtype is None and panels is None and wait is True:
-        products = usual_products(x, n, depth, pin, pool, policy().depth)
+    panels = as_panels(panels)
+    if fn is None and out is None and dtype is None and wait is True:
+        products = usual_products(x, n, depth, pin, pool, policy().depth, panels)
         if products is not None:
             return products
     watch.enter()
     many = isinstance(x, (list, tuple))
     inputs = list(x) if many else [x]
     count = as_count(n, "n")
-    limit = _as_depth(depth)
+    limit = as_depth(depth)
     pin, dtype, pool, wait = as_pin(pin), as_dtype(dtype), as_pool(pool), as_flag(wait, "wait")
-    _check_panels(panels)
     compute = square if fn is None else as_callable(fn, "fn")
-    checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
+    checked = [checked_x(item, fn, position) for position, item in enumerate(inputs)]
+    _check_panels(panels, fn, checked)
     outs = _checked_outs(out, many, count, [given.argument for given in checked], fn, dtype)
     pinned = pin is not False
     if fn is None and out is None and pinned:
@@ -297,7 +305,7 @@ def pipelined_map(
     for, and every buffer is given back. One thread at a time may advance it.
     """
     watch.enter()
-    limit = _as_depth(depth)
+    limit = as_depth(depth)
     pin, dtype, pool = as_pin(pin), as_dtype(dtype), as_pool(pool)
     compute = as_callable(fn, "fn")
     try:
@@ -310,13 +318,17 @@ def pipelined_map(
 # -- checks
 
 
-def _as_depth(depth: int | None) -> int:
+def as_depth(depth: int | None) -> int:
+    """Return the ``depth`` argument; None: the policy's."""
     return policy().depth if depth is None else as_count(depth, "depth", 1)
 
 
-def _check_panels(panels: object) -> None:
-    if panels is not None and as_count(panels, "panels", 1) != 1:
-        raise InvalidArgument(f"panels must be 1 or None so far, not {panels!r}")
+def _check_panels(panels: int | None, fn: Fn | None, checked: list[_Input]) -> None:
+    if fn is None:
+        for given in checked:
+            check_divides(panels, given.argument.shape[0])
+    elif panels is not None and panels > 1:
+        raise InvalidArgument(f"panels={panels} concerns the default fn only")
 
 
 class _Input(NamedTuple):
@@ -359,7 +371,7 @@ def _lent_to_torch(given: _Input) -> Iterator[None]:
         given.stream.wait(current.record())  # site: pipeline.cupy_after_run
 
 
-def _checked_x(x: Any, fn: Fn | None, position: int) -> _Input:
+def checked_x(x: Any, fn: Fn | None, position: int) -> _Input:
     """Return an ``x`` as the pipelines need it."""
     source = as_source(x)
     if source is None:

@@ -18,9 +18,12 @@ from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.direct import copy_out
 from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
+from streamlap.panels import Ends, Panelled
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
+
+Flying = _native.Transfer | Panelled
 
 MULTIPLIED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -63,7 +66,7 @@ def _start_copy(
     return native, view_of(block, product.shape, product.dtype)
 
 
-def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
+def _make_room(native: Flying, stream: _native.Stream) -> None:
     """Let go of a product that is still being copied, without a host wait.
 
     It was allocated on ``stream``, so once that stream waits for the copy, its allocator may hand
@@ -112,7 +115,13 @@ class ProductLane(InlineLane):
 
 
 def usual_products(
-    x: Any, n: Any, depth: int | None, pin: bool | None, pool: PinnedPool | None, usual_depth: int
+    x: Any,
+    n: Any,
+    depth: int | None,
+    pin: bool | None,
+    pool: PinnedPool | None,
+    usual_depth: int,
+    panels: int | None = None,
 ) -> list[torch.Tensor] | None:
     """Return the results of a call with nothing unusual in it; None sends it the general way.
 
@@ -126,13 +135,15 @@ def usual_products(
         return None
     if x.dtype not in MULTIPLIED or x.is_nested:
         return None
+    if panels and shape[0] % panels:
+        return None
     if n < 1 or depth is not None or (pin is not None and pin is not True) or pool is not None:
         return None
     if _native.enter() or not watch.started() or observe.watched():
         return None
     if torch.cuda.current_device() != x.get_device():
         with torch.cuda.device(x.get_device()):
-            return usual_products(x, n, depth, pin, pool, usual_depth)
+            return usual_products(x, n, depth, pin, pool, usual_depth, panels)
     if torch.cuda.is_current_stream_capturing():
         return None
     place = cuda_place(x.get_device())
@@ -140,19 +151,23 @@ def usual_products(
     nbytes = shape[0] * shape[0] * x.itemsize
     # Autocast would multiply in another dtype, but for a product into given memory.
     tiny = policy().tiny_item_bytes
-    if nbytes <= tiny and not torch.is_autocast_enabled("cuda"):
+    whole = panels is None or panels <= 1
+    if whole and nbytes <= tiny and not torch.is_autocast_enabled("cuda"):
         layout = Layout(nbytes, n, usual_depth, tiny)
         if own_pool._has_room(layout.group * layout.pitch, layout.groups):
             return grouped_products(x, n, layout, place, own_pool)
     if not own_pool._has_room(nbytes, n):
         return None
-    return _run(x, n, usual_depth, place, own_pool)
+    return _run(x, n, usual_depth, place, own_pool, panels)
 
 
-def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) -> list[torch.Tensor]:
-    flying: list[tuple[_native.Transfer | None, torch.Tensor]] = []
+def _run(
+    x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool, panels: int | None = None
+) -> list[torch.Tensor]:
+    flying: list[tuple[Flying | None, torch.Tensor]] = []
+    ends = Ends(x, n, panels)
     stream: _native.Stream | None = None
-    native: _native.Transfer | None = None
+    native: Flying | None = None
     dst: torch.Tensor | None = None
     product: torch.Tensor | None = None
     growth: _native.Growth | None = None
@@ -163,17 +178,26 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
                 native = flying[index - depth][0]
                 assert native is not None
                 _make_room(native, stream)
+            if index == ends.cut:
+                first = stream is None
+                stream = stream or place.runtime.adopt(place.index, current_handle(place.index))
+                flying.append(ends.start(x, place, stream, pool))
+                if first:
+                    growth = pool._grow_ahead(x.nbytes, n - 1)
+                continue
             product = square(x)
             if stream is None:  # only now: the first product has begun
                 stream = place.runtime.adopt(place.index, current_handle(place.index))
                 growth = pool._grow_ahead(product.nbytes, n)
             flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
+        ends.issued(stream)
         for index in range(n):
             native, dst = flying[index]
             assert native is not None
             assert dst is not None
             native.sync()  # site: product.sync
+            ends.copied(index)
             flying[index] = (None, dst)  # the transfer dies while the next one is waited for
     except BaseException as error:
         annotate(error, index)
@@ -185,10 +209,11 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
     finally:
         if growth is not None:
             growth.cancel()
+    ends.end(x, stream)
     return [result for _transfer, result in flying]
 
 
-def _drain(flying: list[tuple[_native.Transfer | None, torch.Tensor]]) -> None:
+def _drain(flying: list[tuple[Flying | None, torch.Tensor]]) -> None:
     for native, _dst in flying:
         if native is not None:
             with contextlib.suppress(Exception):

@@ -8,7 +8,10 @@
 #include <random>
 #include <thread>
 
+#include "check/checked_runtime.h"
+#include "check/faulty_runtime.h"
 #include "lab.h"
+#include "runtime/proxy_runtime.h"
 
 using namespace streamlap;
 using namespace streamlap::testing;
@@ -995,5 +998,37 @@ ON_EACH_THREADED_RUNTIME(many_threads_submit_and_abandon) {
     for (std::size_t i = 0; i < rounds; ++i) {
       CHECK(std::memcmp(outs[t][i]->data(), sources[t]->data() + i * bytes, bytes) == 0);
     }
+  }
+}
+
+namespace {
+
+class Holding final : public ProxyRuntime {
+ public:
+  using ProxyRuntime::ProxyRuntime;
+  std::shared_ptr<void> hold_device(int device) override {
+    asked.push_back(device);
+    return ProxyRuntime::hold_device(device);
+  }
+  std::vector<int> asked;
+};
+
+}  // namespace
+
+TEST(a_submit_holds_its_device_through_every_wrapper) {
+  auto holding = std::make_shared<Holding>(host_backend());
+  const std::vector<std::shared_ptr<Runtime>> served{
+      holding, std::make_shared<CheckedRuntime>(holding),
+      std::make_shared<fault::FaultyRuntime>(holding)};
+  for (const std::shared_ptr<Runtime>& runtime : served) {
+    holding->asked.clear();
+    CopyEngine engine(runtime);
+    std::byte source[8]{};
+    std::byte target[8]{};
+    TransferRequest request;
+    request.items = {{target, source, sizeof source, 1, nullptr}};
+    auto transfer = engine.submit(std::move(request));
+    CHECK(in_time(*transfer));
+    CHECK_EQ(holding->asked.size(), 1);
   }
 }

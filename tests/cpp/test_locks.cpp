@@ -105,12 +105,19 @@ TEST(pool_uses_are_found_under_the_lock) {
   in_turn(lab, [&] { lab.pool->live(); }, [&] { lab.pool->record_use(block->data(), stream); });
 }
 
+TEST(pool_uses_are_told_under_the_lock) {
+  PoolLab lab;
+  auto block = lab.pool->try_allocate(size);
+  in_turn(lab, [&] { lab.pool->live(); }, [&] { lab.pool->uses(block->data()); });
+}
+
 TEST(pool_uses_of_one_block_are_guarded) {
   PoolLab lab;
   StreamRef stream = lab.copy();
   auto block = lab.pool->try_allocate(size);
   const auto use = [&] { block->record_use(stream); };
   in_turn(lab, use, use);
+  in_turn(lab, use, [&] { block->uses(); });
 }
 
 TEST(pool_memory_that_comes_back_is_guarded) {

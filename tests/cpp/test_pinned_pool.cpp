@@ -252,6 +252,26 @@ TEST(many_uses_of_one_block_are_all_kept) {
   CHECK_EQ(lab.pool->stats().in_flight, 0);
 }
 
+TEST(who_writes_to_a_block_again_finds_its_uses) {
+  PoolLab lab(MiB);
+  StreamRef stream = lab.copy();
+  auto block = lab.allocate(10'000);
+  int foreign = 0;
+  CHECK(lab.pool->uses(&foreign).empty());
+  CHECK(lab.pool->uses(block->data()).empty());
+  auto gate = lab.runtime->gate(stream);
+  block->record_use(stream);
+  auto found = lab.pool->uses(block->data() + 9'999);
+  CHECK_EQ(found.size(), 1);
+  CHECK(!lab.runtime->event_query(*found[0], here));
+  gate->open();
+  CHECK(lab.in_time(found[0]));
+  CHECK_EQ(lab.pool->uses(block->data()).size(), 1);  // they still hold the block back
+  block.reset();
+  auto again = lab.allocate(10'000);
+  CHECK(lab.pool->uses(again->data()).empty());
+}
+
 TEST(a_failed_use_releases_its_block) {
   PoolLab lab(MiB);
   StreamRef stream = lab.copy();
@@ -682,6 +702,19 @@ TEST(large_blocks_have_a_slab_each) {
   for (int i = 0; i < 5; ++i) blocks.push_back(lab.allocate(MiB));
   CHECK_EQ(lab.upstream->calls.load(), 5);
   CHECK_EQ(lab.upstream->held.load(), 5 * MiB);
+}
+
+TEST(slabs_are_as_large_as_asked) {
+  PoolLab lab(MiB);
+  auto pool = std::make_shared<PinnedPool>(lab.upstream, 64 * MiB, 4 * 4096);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::size_t largest = 0;
+  for (int i = 0; i < 100; ++i) {
+    const std::size_t before = pool->stats().reserved;
+    blocks.push_back(pool->try_allocate(4096));
+    largest = std::max(largest, pool->stats().reserved - before);
+  }
+  CHECK_EQ(largest, 4 * 4096);
 }
 
 TEST(a_small_pool_has_small_slabs) {

@@ -36,6 +36,8 @@ FILES = [
     "test_product.py",
     "test_grouped.py",
     "test_direct.py",
+    "test_plan.py",
+    "test_panels.py",
     "test_devices.py",
     "test_timeline.py",
     "test_errors.py",
