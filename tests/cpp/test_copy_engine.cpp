@@ -1018,7 +1018,7 @@ class Holding final : public ProxyRuntime {
 TEST(a_submit_holds_its_device_through_every_wrapper) {
   auto holding = std::make_shared<Holding>(host_backend());
   const std::vector<std::shared_ptr<Runtime>> served{
-      holding, std::make_shared<CheckedRuntime>(holding),
+      holding, std::make_shared<order::CheckedRuntime>(holding),
       std::make_shared<fault::FaultyRuntime>(holding)};
   for (const std::shared_ptr<Runtime>& runtime : served) {
     holding->asked.clear();
