@@ -222,7 +222,8 @@ void bind_pool(py::module_& module) {
       });
 
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "Pool")
-      .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"), py::arg("slab_bytes"))
+      .def(py::init(&make_pool), py::arg("runtime"), py::arg("limit"),
+           py::arg("slab_bytes") = PinnedPool::usual_slab)
       .def_property_readonly_static("smallest_block",
                                     [](const py::object&) { return PinnedPool::smallest_block; })
       .def("allocate",
