@@ -158,6 +158,22 @@ def test_the_pool_s_limit_is_kept(run):
     assert len(run(x, 4, pool=pool)) == 4
 
 
+def test_full_groups_are_made_ahead_and_no_more(run, monkeypatch):
+    said = []
+
+    class Growth:
+        def cancel(self):
+            said.append("cancelled")
+
+    def grow_ahead(pool, nbytes, count):
+        said.append((nbytes, count))
+        return Growth()
+
+    monkeypatch.setattr(PinnedPool, "_grow_ahead", grow_ahead)
+    run(random_numbers((32, 32)), 21)  # 10 groups of two, and one
+    assert said == [(8 * KIB, 10), "cancelled"]
+
+
 def test_threads(run):
     xs = [random_numbers((16, 16)) for _ in range(4)]
     results = [[] for _ in xs]

@@ -223,6 +223,25 @@ def test_the_end_that_nothing_hides_is_cut(run, cuts, monkeypatch, copies_last, 
         assert same_bits(result, panels.cut_product(x, 4) if index == cut else x.mm(x))
 
 
+@pytest.mark.parametrize(("copies_last", "count"), [(True, 8), (False, 9)])
+def test_memory_is_made_ahead_whichever_end_is_cut(run, monkeypatch, copies_last, count):
+    same_and(monkeypatch, copies_last)
+    said = []
+
+    class Growth:
+        def cancel(self):
+            said.append("cancelled")
+
+    def grow_ahead(pool, nbytes, count):
+        said.append((nbytes, count))
+        return Growth()
+
+    monkeypatch.setattr(streamlap.PinnedPool, "_grow_ahead", grow_ahead)
+    x = random_numbers((32, 32))
+    run(x, 9)
+    assert said == [(x.nbytes, count), "cancelled"]
+
+
 def test_other_bits_are_found_and_never_cut(run, cuts, monkeypatch):
     real = panels.cut_product
     monkeypatch.setattr(panels, "cut_product", lambda x, count: real(x, count) + 1)
