@@ -32,6 +32,7 @@ class PyTransfer {
   void discard() {
     std::shared_ptr<Transfer> transfer = std::move(transfer_);
     if (!transfer) return;
+    transfer->let_go();
     if (open_) {
       // Its last steps may be under way, or not: the end is what the stream has been given by now.
       try {
@@ -216,7 +217,9 @@ void bind_transfer(py::module_& module) {
              auto transfer = self.get();
              GilRelease released;
              transfer->runtime()->poll();
-             return transfer->done();
+             const bool done = transfer->done();
+             if (done) transfer->runtime()->lock_released(&interpreter_lock);
+             return done;
            })
       .def(
           "sync",

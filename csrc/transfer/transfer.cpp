@@ -14,6 +14,8 @@ constexpr Site site_consumer{"transfer.consumer_waits"};
 
 }  // namespace
 
+Transfer::~Transfer() { runtime_->lock_acquired(this); }
+
 bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_); }
 
 bool Transfer::issued_for(std::chrono::nanoseconds timeout) {
