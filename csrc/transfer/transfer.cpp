@@ -173,7 +173,8 @@ bool Transfer::passed(const EventPtr& event, Site site) noexcept {
 
 bool Transfer::ended() noexcept {
   // Asked last: the worker that issues it may have found so just now.
-  return (known_done() || (passed(issued_, site_ask_end) && passed(end_, site_ask_end))) && !kept_for_ever_;
+  return (known_done() || (passed(issued_, site_ask_end) && passed(end_, site_ask_end))) &&
+         !kept_for_ever_;
 }
 
 bool Transfer::over() noexcept {

@@ -321,6 +321,43 @@ PAIR(a_host_that_sees_an_idle_stream) {
   lab.runtime->host_reads(out->data(), size);
 }
 
+PAIR(a_host_that_asks_until_it_is_done) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  while (!racy && !lab.runtime->event_query(*copied, here)) lab.runtime->poll();
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_host_that_asks_until_it_is_over) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  while (!racy && lab.runtime->event_state(*copied, here) != EventState::passed) {
+    lab.runtime->poll();
+  }
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_host_that_asks_whether_it_is_over_and_is_told_no) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  auto gate = lab.runtime->gate(stream);
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  CHECK(lab.runtime->event_state(*copied, here) == EventState::pending);
+  if (!racy) {
+    gate->open();
+    CHECK(lab.in_time(copied));
+  }
+  lab.runtime->host_reads(out->data(), size);
+}
+
 PAIR(a_host_that_asks_and_is_told_no) {
   auto out = lab.pinned(size);
   auto data = lab.device(size, 1);
