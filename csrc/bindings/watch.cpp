@@ -85,11 +85,12 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
   std::size_t in_flight = 0;
   for (CopyEngine* engine : engines) in_flight += engine->reap();
   std::erase_if(watched, [&](Watched& item) {
-    bool over = true;
+    bool over = false;
     try {
       over = item.transfer->done();
     } catch (...) {
-      // Its callback will ask, and be told the error.
+      // Its callback will ask, and be told the error; not before it is over.
+      over = !item.transfer->pending();
     }
     if (over) tokens.push_back(std::move(item.token));
     return over;

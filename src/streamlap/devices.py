@@ -12,7 +12,7 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -380,6 +380,34 @@ def _device_of(stream: StreamLike, default: int) -> int:
 def compute_stream(place: Place) -> _native.Stream:
     """Return the worker that computes for a logical CPU device."""
     return place.runtime.stream(place.index, "compute")
+
+
+class _Delivery:
+    """A callable for a worker, whose waiter is told if it is dropped without having run."""
+
+    def __init__(self, run: Callable[[], object], lost: Callable[[Exception], object]) -> None:
+        self._run = run
+        self._lost: Callable[[Exception], object] | None = lost
+
+    def __call__(self) -> None:
+        self._lost = None
+        self._run()
+
+    def __del__(self) -> None:
+        if self._lost is not None and not _native.ending():
+            self._lost(DeviceError("the worker failed before it came to this item"))
+
+
+def compute_on(
+    place: Place, run: Callable[[], object], lost: Callable[[Exception], object]
+) -> None:
+    """Let the worker of a logical CPU device call ``run``; if it never will, ``lost(error)``.
+
+    What left an earlier callable is not this one's error, and is taken off the worker.
+    """
+    stream = compute_stream(place)
+    stream.reset_error()
+    stream.launch(_Delivery(run, lost))
 
 
 def require_no_capture(stream: _native.Stream | None, operation: str) -> None:

@@ -13,6 +13,7 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree, flatten
 from streamlap.devices import (
     Place,
+    compute_on,
     compute_stream,
     cuda_in_use,
     current_stream,
@@ -148,5 +149,5 @@ def _issue(
             control.stop(Stopped("an earlier item failed"))
             slot.fill(None, _raised(error, index))
 
-    compute_stream(worker).launch(compute)
+    compute_on(worker, compute, lambda error: slot.fill(None, annotate(error, index)))
     return True
