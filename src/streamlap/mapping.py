@@ -13,6 +13,7 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree, flatten
 from streamlap.devices import (
     Place,
+    compute_on,
     cuda_in_use,
     current_stream,
     place_of,
@@ -147,5 +148,5 @@ def _issue(
             control.stop(Stopped("an earlier item failed"))
             slot.fill(None, _raised(error, index))
 
-    worker.compute_stream().launch(compute)
+    compute_on(worker, compute, lambda error: slot.fill(None, annotate(error, index)))
     return True
