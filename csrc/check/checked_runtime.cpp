@@ -102,7 +102,12 @@ void CheckedRuntime::event_record(Event& event, StreamRef stream, Site site) {
 bool CheckedRuntime::event_query(const Event& event) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock();
-  if (!inner_->event_query(*checked.inner)) return false;
+  try {
+    if (!inner_->event_query(*checked.inner)) return false;
+  } catch (...) {
+    checker_->learn(clock);  // it threw the event's error, and so is done
+    throw;
+  }
   checker_->learn(clock);
   return true;
 }
@@ -111,7 +116,12 @@ bool CheckedRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds
                                     Site site) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock();
-  if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+  try {
+    if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+  } catch (...) {
+    checker_->learn(clock);
+    throw;
+  }
   checker_->learn(clock);
   return true;
 }
