@@ -649,7 +649,7 @@ TEST(an_event_that_threw_its_error_is_done) {
     if (asked) {
       lab.runtime->stream_wait(lab.host(), *end, here);
       while (!lab.runtime->idle()) std::this_thread::yield();
-      CHECK_THROWS(lab.runtime->event_query(*end), Error);
+      CHECK_THROWS(lab.runtime->event_query(*end, here), Error);
     } else {
       CHECK_THROWS(lab.in_time(end), Error);
     }
