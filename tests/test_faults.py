@@ -18,8 +18,8 @@ from helpers.streams import engine_of, eventually, runtime_of
 
 import streamlap
 from streamlap import _native, faults
-from streamlap.devices import help_simulations
 from streamlap.errors import InvalidArgument, InvalidType, StreamlapError
+from streamlap.serving import help_simulations
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = 24

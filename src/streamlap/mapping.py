@@ -143,7 +143,8 @@ def _issue(
             control.check()
             slot.fill(modes.run(compute_and_copy))
         except Stopped as error:
-            slot.fill(None, error)
+            # Its traceback would keep this frame, which has the slot: a circle.
+            slot.fill(None, error.with_traceback(None))
         except BaseException as error:
             control.stop(Stopped("an earlier item failed"))
             slot.fill(None, _raised(error, index))
