@@ -6,10 +6,10 @@ import threading
 import pytest
 import torch
 from helpers.data import random_bits, same_bits
-from helpers.streams import CopySide, eventually, finish_all, is_held
+from helpers.streams import CopySide, eventually, finish_all, is_held, runtime_of
 
 import streamlap
-from streamlap import _native, direct, watch
+from streamlap import direct, watch
 from streamlap.devices import host_place
 from streamlap.pinned import PinnedPool, pool_for
 
@@ -21,7 +21,7 @@ def start():
     """``start(tensor)``: after a host stream that stands for torch's current one."""
     watch.enter()
     place = host_place(0)
-    stream = _native.host_runtime().stream(0, "compute")
+    stream = host_place(0).runtime.stream(0, "compute")
 
     def call(tensor, chunk_bytes=1 << 20, pool=None):
         pool = pool or pool_for(place)
@@ -145,7 +145,7 @@ def test_what_is_taken_and_what_is_not(taken):
 def test_on_a_gpu_it_starts_after_the_current_stream(taken):
     x = torch.zeros(1000, device="cuda:0")
     side = torch.cuda.Stream()
-    native = _native.cuda_runtime().adopt(0, side.cuda_stream)
+    native = runtime_of("cuda:0").adopt(0, side.cuda_stream)
     streamlap.to_cpu(x).result()
     native.gate().open()
     finish_all("cuda:0")

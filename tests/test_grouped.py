@@ -10,7 +10,7 @@ from helpers.data import random_numbers, same_bits, same_tree
 from helpers.streams import eventually
 
 import streamlap
-from streamlap import _native, grouped, watch
+from streamlap import grouped, watch
 from streamlap.devices import host_place
 from streamlap.grouped import ALIGN, Layout, grouped_products
 from streamlap.pinned import PinnedPool, pool_for
@@ -25,7 +25,7 @@ MIB = 1 << 20
 def run(monkeypatch):
     """``run(x, n, tiny)``: on a host stream that stands for torch's current one."""
     watch.enter()
-    stream = _native.host_runtime().stream(0, "compute")
+    stream = host_place(0).runtime.stream(0, "compute")
     monkeypatch.setattr(grouped, "current_handle", lambda index: stream.handle)
     real = grouped._order
 

@@ -8,7 +8,7 @@ from helpers.data import random_numbers, same_bits, same_tree
 from helpers.streams import eventually, finish_all
 
 import streamlap
-from streamlap import _native, panels, product, watch
+from streamlap import panels, product, watch
 from streamlap.devices import host_place
 from streamlap.panels import Ends, Panelled, as_panels, check_divides, panel_rows, wanted
 from streamlap.pinned import pool_for
@@ -28,7 +28,7 @@ def stream(monkeypatch):
     """A host stream that stands for torch's current one."""
     watch.enter()
     monkeypatch.setattr(panels, "ALIGNMENT", 64)  # of torch's memory on a CPU
-    stream = _native.host_runtime().stream(0, "compute")
+    stream = host_place(0).runtime.stream(0, "compute")
     monkeypatch.setattr(product, "current_handle", lambda index: stream.handle)
     return stream
 

@@ -821,6 +821,7 @@ def test_a_launch_is_waited_for_by_its_call_or_by_what_comes_next(captured, monk
     graph, _ = captured(None, random_numbers((16, 16)), 3)
     log = []
     stream = types.SimpleNamespace(record=lambda: log.append("recorded") or Launched(log))
+    graph._place = types.SimpleNamespace(checked=False)  # of a real stream it would be told
     graph._graph = types.SimpleNamespace(replay=lambda: log.append("launched"))
     monkeypatch.setattr(graphs, "current_stream", lambda place: stream)
     graph.run()

@@ -119,9 +119,10 @@ def test_a_ring_or_a_slab_beyond_the_limit_is_refused():
 
 
 def test_the_limit_of_the_environment_counts(monkeypatch):
-    monkeypatch.setenv("STREAMLAP_PINNED_LIMIT", "1MiB")
-    with pytest.raises(streamlap.InvalidArgument, match="1048576"):
-        configure(stage_slots=16, stage_slot_bytes="1MiB")
+    with monkeypatch.context() as patch:
+        patch.setenv("STREAMLAP_PINNED_LIMIT", "1MiB")
+        with pytest.raises(streamlap.InvalidArgument, match="1048576"):
+            configure(stage_slots=16, stage_slot_bytes="1MiB")
 
 
 def test_threads_lose_no_change():

@@ -110,9 +110,10 @@ struct PyGrowth {
 
   void wait() const {
     wait_sliced(*pool->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
-      const std::uint64_t seen = pool->changes();
+      const std::uint64_t seen = pool->changes().seen();
       if (pool->grown(*growth)) return true;
-      pool->wait_change(seen, std::min<std::chrono::nanoseconds>(slice, std::chrono::seconds(1)));
+      pool->changes().wait(seen,
+                           std::min<std::chrono::nanoseconds>(slice, std::chrono::seconds(1)));
       return false;
     });
   }
@@ -160,7 +161,7 @@ std::shared_ptr<PinnedBlock> allocate_block(PinnedPool& pool, std::size_t bytes)
     const auto until = std::chrono::steady_clock::now() +
                        std::min<std::chrono::nanoseconds>(slice, std::chrono::milliseconds(50));
     for (;;) {
-      const std::uint64_t seen = pool.changes();
+      const std::uint64_t seen = pool.changes().seen();
       try {
         block = pool.try_allocate(bytes);
       } catch (const PoolExhausted&) {
@@ -172,7 +173,7 @@ std::shared_ptr<PinnedBlock> allocate_block(PinnedPool& pool, std::size_t bytes)
       if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
       pool.runtime()->poll();
       // Blocks in flight come home without a word; those being made are told of.
-      if (!simulated) pool.wait_change(seen, std::chrono::microseconds(100));
+      if (!simulated) pool.changes().wait(seen, std::chrono::microseconds(100));
     }
   });
   return block;

@@ -167,7 +167,9 @@ void bind_transfer(py::module_& module) {
              auto transfer = self.get();
              GilRelease released;
              transfer->runtime()->poll();
-             return transfer->done();
+             const bool done = transfer->done();
+             if (done) transfer->runtime()->lock_released(&interpreter_lock, site_interpreter);
+             return done;
            })
       .def(
           "sync",
@@ -195,6 +197,7 @@ void bind_transfer(py::module_& module) {
                                   return transfer->chunk_sync_for(chunk, slice);
                                 });
            })
+      .def("pending", [](const PyTransfer& self) { return self.get()->pending(); })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
       .def("wait_on_stream", &wait_on_stream)
       .def("hold_stream", &hold_stream)

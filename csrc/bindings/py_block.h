@@ -22,6 +22,7 @@ class PyBlock {
       new std::shared_ptr<PinnedBlock>(std::move(block_));
       return;
     }
+    block_->pool().runtime()->lock_acquired(&interpreter_lock, site_interpreter);
     try {
       const std::vector<PyStream> streams = current_streams(block_->pool().runtime());
       if (streams.empty()) return;

@@ -30,6 +30,7 @@ class PyTransfer {
   void discard() {
     std::shared_ptr<Transfer> transfer = std::move(transfer_);
     if (!transfer) return;
+    transfer->let_go();
     if (open_) {
       engine_->cut_off(*transfer, *open_);  // its last steps may be under way, or not
     } else if (transfer->ended()) {

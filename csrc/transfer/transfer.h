@@ -34,6 +34,11 @@ class Transfer {
         source_(std::move(source)),
         destination_(std::move(destination)) {}
 
+  ~Transfer();
+
+  // Whoever lets go of it last knows what the caller knows by now.
+  void let_go() noexcept;
+
   // False while a worker has yet to issue the copies: until then no stream can wait for them.
   bool issued();
   bool issued_for(std::chrono::nanoseconds timeout);
@@ -77,6 +82,8 @@ class Transfer {
   bool kept_for_ever() const noexcept { return kept_for_ever_; }
   // All that was enqueued for it is known to have ended, well or not.
   bool ended() noexcept;
+  // Not ended, but it may yet: no error that was thrown is its own.
+  bool pending() noexcept { return !ended() && !kept_for_ever_; }
   // For an abandoned transfer: that, and the streams of also_after() and outlive() have got there.
   bool over() noexcept;
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from streamlap import _native, watch
+from streamlap.arrays import Source
 from streamlap.checks import as_callable, as_count, as_dtype, as_flag
 from streamlap.devices import Place, current_stream, require_no_capture
 from streamlap.errors import CaptureError, InvalidArgument, InvalidType
@@ -176,22 +177,29 @@ class Pipeline:
             raise InvalidArgument("fn of a plan calls that plan")
         source = self._input.check(x)
         with self._lock, current_device(self._place):
-            if self._closed:
-                raise InvalidArgument("the plan is closed")
-            if not self.n:
-                return []
-            self._order_after_readers()
-            self._input.load(source)
-            if self._graph is not None:
-                self._graph.run()
-            else:
-                token = _running.set((*_running.get(), id(self)))
-                try:
-                    self._run()
-                finally:
-                    _running.reset(token)
-            values = self._values()
-            return [_clone(value) for value in values] if clone else values
+            _native.acquired(id(self))  # a checker sees no lock of Python's
+            try:
+                values = self._call(source)
+                return [_clone(value) for value in values] if clone else values
+            finally:
+                _native.released(id(self))
+
+    def _call(self, source: Source) -> list[Any]:
+        if self._closed:
+            raise InvalidArgument("the plan is closed")
+        if not self.n:
+            return []
+        self._order_after_readers()
+        self._input.load(source)
+        if self._graph is not None:
+            self._graph.run()
+        else:
+            token = _running.set((*_running.get(), id(self)))
+            try:
+                self._run()
+            finally:
+                _running.reset(token)
+        return self._values()
 
     def _order_after_readers(self) -> None:
         """Let the call's work start after what still uses the plan's memory."""

@@ -243,6 +243,7 @@ void late(World& w) {
   Held transfer(w, std::move(request));
   w.poll([&] { return transfer->issued(); });
   w.wait([&](auto slice) { return transfer->issued_for(slice); });
+  w.poll([&] { return transfer->issued(); });
   transfer->stream_wait(w.consumer);
   w.faulty->copy_async(read->data(), out->data(), size, w.consumer);
   EventPtr event = w.faulty->event_create(0, false);
