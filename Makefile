@@ -51,11 +51,12 @@ gpu: ## on a machine with a GPU: build, C++ and GPU tests, mutants, memcheck, de
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) setup.py -q ctest
-	$(PYTHON) setup.py -q mutants
-	$(PYTHON) tests/mutants.py --cuda
 	$(PYTHON) -m pytest tests -m gpu --require-gpu -q $(PYTEST_ARGS)
 	$(PYTHON) tests/gpu_memcheck.py --under
 	$(PYTHON) -m streamlap demo
+	$(PYTHON) setup.py -q mutants
+	$(PYTHON) tests/mutants.py --cuda
+	$(PYTHON) tests/python_mutants.py --cuda
 
 build: $(READY) ## build the module in place (STREAMLAP_CUDA=AUTO|ON|OFF)
 	$(PY) setup.py -q build_ext --inplace
@@ -85,6 +86,7 @@ format: $(READY) ## rewrite the sources in the project's format
 cpp-test: $(READY) ## C++ tests, with CUDA as asked and without, and the mutation gate
 	$(PY) setup.py -q ctest
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q ctest
+	$(PY) tests/schedules.py --least 1000
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q mutants
 	$(PY) tests/mutants.py
 

@@ -166,7 +166,7 @@ class CppTests(Command):
 
 
 class Mutants(Command):
-    """Build the programs of the mutation gate in the module's build tree; tests/mutants.py runs them."""
+    """Build the programs that tests/mutants.py runs, in the module's build tree."""
 
     description = "build the programs that tests/mutants.py runs"
     user_options = []

@@ -57,23 +57,30 @@ class ToCpuOut(Way):
 
 
 class PoolGrowth(Way):
-    """One new block of a pool, with nothing cached."""
+    """New blocks of a pool, with nothing cached; ``ahead`` has them made in one go before."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, count: int = 1, ahead: bool = False
+    ) -> None:
         self.nbytes = nbytes
+        self.count = count
+        self.ahead = ahead
         self.pinned = device.type == "cuda"
         self.pool = pool_for(place_of(device))  # empty: the suite trims it between tables
-        self.block: torch.Tensor | None = None
+        self.blocks: Tensors = []
 
     def before(self) -> None:
-        self.block = None
+        self.blocks = []
         self.pool.trim()
 
     def go(self) -> Tensors:
-        self.block = streamlap.empty_pinned(self.nbytes, torch.uint8, self.pool)
-        if not self.pinned:
-            touch(self.block)
-        return [self.block]
+        if self.ahead:
+            streamlap.prewarm(self.count * self.nbytes, block=self.nbytes, pool=self.pool)
+        for _ in range(self.count):
+            self.blocks.append(streamlap.empty_pinned(self.nbytes, torch.uint8, self.pool))
+            if not self.pinned:
+                touch(self.blocks[-1])
+        return self.blocks
 
     def close(self) -> None:
         self.before()

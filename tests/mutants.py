@@ -147,7 +147,9 @@ def main() -> int:
     begin = time.monotonic()
 
     wrong = [f"{name}: in tests/mutants.toml, not in csrc" for name in killers.keys() - set(names)]
-    wrong += [f"{name}: in tests/mutants.toml, not in csrc" for name in equivalent.keys() - set(names)]
+    wrong += [
+        f"{name}: in tests/mutants.toml, not in csrc" for name in equivalent.keys() - set(names)
+    ]
     wrong += [f"{name}: has a killer and a proof" for name in killers.keys() & equivalent.keys()]
     names = [name for name in names if not given.sites or name in given.sites]
     failing = baseline(tree, [killers[name] for name in names if name in killers])
@@ -158,7 +160,9 @@ def main() -> int:
     def one(name: str) -> tuple[str, bool, str]:
         if name in equivalent:
             return name, True, f"equivalent: {equivalent[name]}"
-        killed, text = judge(tree, name, killers[name], HANG[kind]) if name in killers else (False, "")
+        killed, text = (
+            judge(tree, name, killers[name], HANG[kind]) if name in killers else (False, "")
+        )
         if killed:
             return name, True, text
         if not given.record:

@@ -84,7 +84,7 @@ def run(tests: list[str], folder: Path, limit: float) -> tuple[str, str]:
             os.chdir(ROOT)
             import pytest
 
-            code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", *tests])
+            code = pytest.main(["-q", "-x", "-rfEs", "-p", "no:cacheprovider", "--tb=line", *tests])
         finally:
             os._exit(int(code))
     deadline = time.monotonic() + limit
@@ -104,7 +104,10 @@ def run(tests: list[str], folder: Path, limit: float) -> tuple[str, str]:
     if code == 0:
         return ("skipped" if " passed" not in said else "passes"), said
     # 1: tests failed. Anything else is no answer of a test: a name that is not there, say.
-    return ("fails" if code == 1 else f"pytest ended with {code}"), said
+    named = code == 1 and any(
+        f"{word} {test}" in said for word in ("FAILED", "ERROR") for test in tests
+    )
+    return ("fails" if named else f"pytest ended with {code}"), said
 
 
 def judge(changed: tuple[Path, str] | None, tests: list[str], limit: float) -> tuple[str, str]:
@@ -138,7 +141,9 @@ def main() -> int:
     found = sites()
     begin = time.monotonic()
     known = killers.keys() | equivalent.keys() | other.keys()
-    wrong = [f"{name}: a site without an entry in tests/mutants.toml" for name in found.keys() - known]
+    wrong = [
+        f"{name}: a site without an entry in tests/mutants.toml" for name in found.keys() - known
+    ]
     wrong += [f"{name}: in tests/mutants.toml, not in src" for name in known - found.keys()]
     names = sorted(name for name in killers if name in found)
     names = [name for name in names if not given.sites or name in given.sites]
@@ -159,7 +164,9 @@ def main() -> int:
             dead = end in ("fails", "hangs") or end.startswith("signal")
             killed += dead
             how = "" if end == "fails" else f" ({end})"
-            print(f"  {name:36} {'killed by' if dead else 'ALIVE:'} {killers[name]}{how}", flush=True)
+            print(
+                f"  {name:36} {'killed by' if dead else 'ALIVE:'} {killers[name]}{how}", flush=True
+            )
     if not given.cuda:
         for name, proof in sorted(equivalent.items()):
             print(f"  {name:36} equivalent: {proof}")

@@ -9,13 +9,13 @@ from helpers.streams import eventually, finish_all, side
 
 import streamlap
 from streamlap import Benchmark
-from streamlap.devices import compute_stream, place_of
+from streamlap.devices import place_of
 
 
 def stream_of(where):
     """A stream that synchronize() waits for."""
     if where == "cpu":
-        return compute_stream(place_of(torch.device("cpu")))
+        return place_of(torch.device("cpu")).compute_stream()
     return side(where, "producer")
 
 

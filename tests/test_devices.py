@@ -8,7 +8,7 @@ from helpers.streams import PATIENCE, eventually, side
 
 import streamlap
 from streamlap import _native
-from streamlap.devices import as_stream, compute_stream, parse_device, place_of
+from streamlap.devices import as_stream, parse_device, place_of
 
 
 def cpu(index=0):
@@ -102,7 +102,7 @@ def test_kinds_of_device_that_are_not_served(device):
 
 
 def test_synchronize_waits_for_the_workers():
-    stream = compute_stream(cpu())
+    stream = cpu().compute_stream()
     gate = stream.gate()
     done = []
     for device in (None, "cpu", "cpu:0"):
@@ -116,7 +116,7 @@ def test_synchronize_waits_for_the_workers():
 
 def test_synchronize_inside_fn_does_not_wait_for_itself():
     """See also test_exit: run in a process of its own there, so that a hang is only a failure."""
-    assert compute_stream(cpu()).idle()
+    assert cpu().compute_stream().idle()
 
 
 @pytest.mark.gpu

@@ -411,6 +411,71 @@ FIRST_USES = {
 }
 
 
+CHECKED_ENDS = {
+    "in_flight": "kept = [streamlap.to_cpu(big) for _ in range(20)]",
+    "dropped": "for _ in range(20): streamlap.to_cpu(big)",
+    "pipeline": "kept = streamlap.pipelined_run(x, n=20, wait=False)",
+    "pipeline_dropped": "streamlap.pipelined_run(x, n=20, wait=False)",
+    "inside": "stay = True\nkept = streamlap.pipelined_run(x, n=20, wait=False)",
+    "exit_inside": "kept = streamlap.to_cpu(big)\nsys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("name", CHECKED_ENDS)
+@pytest.mark.parametrize("how", ["checking()", "use_runtime('sim')"])
+def test_a_block_and_its_process_end(server, repeats, where, name, how):
+    """Also when the process ends inside it: the block's own workers are waited for."""
+    code = f"""
+stay = False
+block = streamlap.{how}
+block.__enter__()
+from streamlap.serving import current
+landed = current.get().place(0).compute_stream()
+landed.launch(lambda: (time.sleep(0.1), os.write(1, b"landed")))
+{CHECKED_ENDS[name]}
+if not stay:
+    block.__exit__(None, None, None)
+"""
+    for _ in repeats(where):
+        ended = server.run(script(where, code))
+        assert (ended.status, ended.err) == (0, ""), ended
+        if how == "checking()":  # nothing moves a simulation once nobody waits
+            assert ended.out == "landed"
+
+
+@pytest.mark.parametrize("how", ["checking()", "use_runtime('sim')"])
+def test_a_fork_in_a_block_and_after_it(server, how):
+    code = (
+        CHILD.format(end="sys.exit(0)")
+        + f"""
+def body():
+    global kept
+    try:
+        streamlap.to_cpu(x)
+    except streamlap.ForkedProcess:
+        kept = None
+        gc.collect()
+        return
+    raise AssertionError("not refused")
+with streamlap.{how}:
+    kept = [streamlap.to_cpu(big), streamlap.pipelined_run(x, n=5, wait=False)]
+    assert in_child(body) == 0
+    pid = os.fork()
+    if not pid:
+        kept = None  # and the child leaves the block on its own
+if not pid:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert in_child(body) == 0
+assert torch.equal(kept[0].result(), big)
+kept = None
+assert in_child(body) == 0
+"""
+    )
+    ended = server.run(script("cpu", code))
+    assert (ended.status, ended.err) == (0, ""), ended
+
+
 @pytest.mark.parametrize("name", FIRST_USES)
 def test_a_fork_after_any_use_is_refused(server, name):
     """Else the child would lack a thread: its callbacks would never run, and no await would end."""

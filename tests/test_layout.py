@@ -23,6 +23,18 @@ OUTSIDE = {CUDA: "cuda", r"pybind11/|Python\.h": "bindings", r"torch/|ATen/|c10/
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 SOURCES = {".h", ".cpp", ".cu", ".cuh"}
 PUBLIC_ONLY = ("training", "crosscheck")
+# What orders something in the Python layer is a site of the mutation gate.
+PLAIN_LOCK = re.compile(r"std::(lock_guard|unique_lock|scoped_lock|shared_lock)")
+ORDERS = {
+    *("wait_on_stream", "hold_stream", "sync", "leaf_sync", "chunk_sync", "synchronize", "wait"),
+    *("record", "record_use", "wait_source", "release_source", "release_all", "_settle", "settle"),
+    *("_hold", "_drain", "_wait_done", "_release_done", "complete"),
+}
+ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "from_host_stream", "finish"}
+ORDERING_MODULES = {
+    *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
+    *("mapping", "batch", "pinned", "group", "devices"),
+}
 
 
 def include_faults(csrc: Path) -> list[str]:
@@ -52,6 +64,24 @@ def include_faults(csrc: Path) -> list[str]:
                     for pattern, home in OUTSIDE.items()
                     if re.match(pattern, header) and home != folder
                 ]
+    return faults
+
+
+def site_faults(name: str, text: str) -> list[str]:
+    """What orders something in a module of the Python layer and has no name for the gate."""
+    lines = text.splitlines()
+    faults = []
+    for node in ast.walk(ast.parse(text)):
+        what = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            what = node.func.attr if node.func.attr in ORDERS else None
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("native"):
+            what = node.attr if node.attr in ORDERS else None  # handed to another function
+        elif isinstance(node, ast.keyword):
+            what = node.arg if node.arg in ORDERING_ARGUMENTS else None
+        shown = "\n".join(lines[node.lineno - 1 : node.end_lineno]) if what else ""
+        if what and "# site: " not in shown:
+            faults.append(f"{name}:{node.lineno}: {what} orders something and is no site")
     return faults
 
 
@@ -151,3 +181,27 @@ def test_import_faults(tmp_path, code, faults):
     package.mkdir()
     (package / "module.py").write_text(code + "\n")
     assert len(import_faults(package, {"to_cpu"})) == faults
+
+
+@pytest.mark.parametrize("name", sorted(ORDERING_MODULES))
+def test_what_orders_something_is_a_site(name):
+    assert site_faults(name, (ROOT / "src" / "streamlap" / f"{name}.py").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "faults"),
+    [
+        ("stream.wait(event)", 1),
+        ("self._call(part.native.sync, left)", 1),
+        ("submit(after=[stream])", 1),
+        ("stream.wait(event)  # site: a.name", 0),
+        ("observe.stream_waits(stream)", 0),
+    ],
+)
+def test_a_call_that_is_no_site_is_found(line, faults):
+    assert len(site_faults("module", line + "\n")) == faults
+
+
+def test_every_lock_of_a_transfer_is_a_site():
+    for path in sorted((ROOT / "csrc" / "transfer").glob("*")):
+        assert PLAIN_LOCK.findall(path.read_text()) == [], f"{path.name}: use an OrderLock"

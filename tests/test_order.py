@@ -25,7 +25,7 @@ from helpers.streams import (
 
 import streamlap
 from streamlap import _native, to_cpu, to_device
-from streamlap.devices import compute_stream, place_of
+from streamlap.devices import place_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -610,7 +610,7 @@ def test_pipelined_run_waits_for_the_producer(where):
         poison(out)
         finish_all(where)
         gate = (
-            compute_stream(place_of(torch.device("cpu"))).gate()
+            place_of(torch.device("cpu")).compute_stream().gate()
             if where == "cpu"
             else producer.hold()
         )
@@ -673,7 +673,7 @@ def test_pipelined_map_waits_for_the_producer(where):
             poison(x)
         finish_all(where)
         gate = (
-            compute_stream(place_of(torch.device("cpu"))).gate()
+            place_of(torch.device("cpu")).compute_stream().gate()
             if where == "cpu"
             else producer.hold()
         )

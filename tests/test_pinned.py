@@ -329,3 +329,113 @@ def test_a_block_in_flight_is_waited_for_although_nobody_holds_it():
     for _ in range(20):
         streamlap.to_cpu(x, pool=pool)
     assert bool((streamlap.to_cpu(x, pool=pool).result() == 1).all())
+
+
+def test_prewarmed_blocks_are_hits():
+    pool = PinnedPool("256MiB")
+    streamlap.prewarm("32MiB", block=4 << 20, pool=pool)
+    stats = pool.stats()
+    assert stats["cached"] == stats["reserved"] == 32 << 20
+    streamlap.prewarm(30 << 20, block="4MiB", pool=pool)  # rounded up, and there already
+    tensors = [empty_pinned(4 << 20, torch.uint8, pool) for _ in range(8)]
+    assert pool.stats()["hits"] == 8
+    assert pool.stats()["misses"] == 0
+    del tensors
+    streamlap.prewarm(100_000, pool=pool)
+    assert eventually(lambda: pool.trim() > 0)
+    assert pool.stats()["reserved"] == 0
+
+
+def test_prewarming_in_the_background():
+    pool = PinnedPool("256MiB")
+    streamlap.prewarm("64MiB", block="1MiB", pool=pool, wait=False)
+    tensors = [empty_pinned(1 << 20, torch.uint8, pool).fill_(i) for i in range(64)]
+    assert [int(tensor[-1]) for tensor in tensors] == list(range(64))
+    assert pool.stats()["misses"] == 0
+    assert pool.stats()["reserved"] == 64 << 20
+
+
+def test_prewarming_beyond_the_limit(pool):
+    held = empty_pinned(2 << 20, torch.uint8, pool)
+    for wait in (True, False):
+        with pytest.raises(streamlap.PoolExhausted) as caught:
+            streamlap.prewarm("3MiB", block="1MiB", pool=pool, wait=wait)
+        assert (caught.value.used, caught.value.limit) == (2 << 20, 4 << 20)
+    assert pool.stats()["reserved"] == held.nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"nbytes": 0}, ValueError),
+        ({"nbytes": -1}, ValueError),
+        ({"nbytes": "much"}, ValueError),
+        ({"nbytes": 1.5}, TypeError),
+        ({"nbytes": 4096, "block": 0}, ValueError),
+        ({"nbytes": 4096, "block": 8192}, ValueError),
+        ({"nbytes": 4096, "block": "4 pages"}, ValueError),
+        ({"nbytes": 4096, "wait": 1}, TypeError),
+        ({"nbytes": 4096, "pool": "4MiB"}, TypeError),
+    ],
+)
+def test_prewarming_sizes_that_are_none(pool, arguments, kind):
+    with pytest.raises(kind) as caught:
+        streamlap.prewarm(**{"pool": pool, **arguments})
+    assert isinstance(caught.value, streamlap.StreamlapError)
+    assert pool.stats()["reserved"] == 0
+
+
+def test_small_tensors_share_reservations_and_are_given_back():
+    pool = PinnedPool("256MiB")
+    tensors = [empty_pinned(4096, torch.uint8, pool).fill_(i % 251) for i in range(2000)]
+    stats = pool.stats()
+    assert stats["slabs"] < 20
+    assert stats["live"] == 2000 * 4096
+    assert all(int(tensor[0]) == i % 251 for i, tensor in enumerate(tensors))
+    kept = tensors[1500]
+    del tensors[:]
+    assert eventually(lambda: pool.stats()["live"] == 4096)
+    pool.trim()
+    assert pool.stats()["slabs"] == 1
+    assert int(kept.sum(dtype=torch.int64)) == 4096 * (1500 % 251)
+
+
+def test_a_child_of_a_pool_that_grew_is_refused_and_its_parent_goes_on():
+    """In a fresh process, forked while threads of the pool make blocks."""
+    import subprocess
+    import sys
+
+    code = (
+        "import os, warnings; warnings.filterwarnings('ignore')\n"
+        "import torch, streamlap\n"
+        "pool = streamlap.PinnedPool('1GiB')\n"
+        "streamlap.prewarm('512MiB', block='1MiB', pool=pool, wait=False)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    try:\n"
+        "        streamlap.empty_pinned(1 << 20, torch.uint8, pool)\n"
+        "    except streamlap.ForkedProcess:\n"
+        "        del pool\n"
+        "        os._exit(7)\n"
+        "    os._exit(1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
+        "kept = [streamlap.empty_pinned(1 << 20, torch.uint8, pool) for _ in range(512)]\n"
+        "assert pool.stats()['misses'] == 0\n"
+        "streamlap.prewarm('256MiB', block='2MiB', pool=pool, wait=False)\n"  # and ends meanwhile
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=100, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.gpu
+def test_large_blocks_and_parts_of_them_are_page_locked():
+    torch.cuda.init()
+    pool = PinnedPool("1GiB")
+    streamlap.prewarm("128MiB", block="64MiB", pool=pool)
+    tensor = empty_pinned(64 << 20, torch.uint8, pool)
+    assert tensor.is_pinned()
+    assert tensor[12345:67890].is_pinned()
+    source = torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda")
+    tensor.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((tensor == 3).all())

@@ -105,6 +105,42 @@ def test_an_interrupted_wait_leaves_what_is_in_flight_to_itself(run, monkeypatch
     assert eventually(lambda: gc.collect() >= 0 and streamlap.pool_stats("cpu")["live"] == 0)
 
 
+def test_memory_is_made_ahead_and_no_more_after_an_error(run, monkeypatch):
+    grown = []
+    real = streamlap.PinnedPool._grow_ahead
+
+    class Noted:
+        def __init__(self, growth):
+            self.growth = growth
+            self.cancelled = False
+
+        def cancel(self):
+            self.cancelled = True
+            self.growth.cancel()
+
+    def grow_ahead(pool, nbytes, count):
+        grown.append(Noted(real(pool, nbytes, count)))
+        return grown[-1]
+
+    monkeypatch.setattr(streamlap.PinnedPool, "_grow_ahead", grow_ahead)
+    monkeypatch.setattr("streamlap.pinned.AHEAD_BYTES", 0)
+    x = random_numbers((190, 190))  # of a size that no other test leaves in the pool
+    before = streamlap.pool_stats("cpu")
+    assert same_tree(run(x, 10), [x.mm(x)] * 10)
+    assert streamlap.pool_stats("cpu")["misses"] == before["misses"]
+    gc.collect()
+
+    def broken(x):
+        if len(grown) == 2:
+            raise ArithmeticError("deliberate")
+        return x.mm(x)
+
+    monkeypatch.setattr(product, "square", broken)
+    with pytest.raises(ArithmeticError):
+        run(x, 40)
+    assert [growth.cancelled for growth in grown] == [True, True]
+
+
 @pytest.mark.gpu
 def test_unusual_calls_go_the_general_way(monkeypatch):
     taken = []

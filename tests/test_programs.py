@@ -12,7 +12,7 @@ from helpers.data import random_bits, same_bits
 from hypothesis import strategies as st
 
 import streamlap
-from streamlap.devices import help_simulations
+from streamlap.serving import help_simulations
 
 EXAMPLES = 60
 """Programs a repeat."""

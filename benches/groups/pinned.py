@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..checks import require_usable
 from ..ours import PoolGrowth, PoolReuse
 from ..peers.cupy_pinned import CuPyReuse
 from ..peers.host_alloc import HostAlloc
-from ..peers.torch_memory import TorchGrowth, TorchReuse
+from ..peers.torch_memory import TorchGrowth, TorchReuse, touch
 from ..rows import Planned, Row, Setting, Table
 
 TITLE = "Memory of the results"
@@ -25,6 +27,7 @@ def plan(setting: Setting) -> list[Planned]:
     large = (4 if setting.quick else 1024 if on_gpu else 256) * MIB
     block = (1 if setting.quick else 64 if on_gpu else 16) * MIB
     times = 5 if setting.quick else 200 if on_gpu else 10
+    count = 4 if setting.quick else 64 if on_gpu else 16
     kind = "pinned" if on_gpu else "ordinary"
 
     def growth() -> Table:
@@ -41,6 +44,27 @@ def plan(setting: Setting) -> list[Planned]:
             check=lambda blocks: require_usable(blocks, on_gpu),
             nbytes=large,
             settings={"bytes": large},
+        )
+
+    def many() -> Table:
+        # Memory that a virtual machine has never used comes slowly, whoever asks for it.
+        touch(torch.empty(count * block, dtype=torch.uint8))
+        peers = [Row("torch.empty", lambda: TorchGrowth(block, on_gpu, count))]
+        if on_gpu:
+            peers = [
+                Row("cudaHostAlloc", lambda: HostAlloc(block, count)),
+                Row("torch pin_memory=True", lambda: TorchGrowth(block, on_gpu, count)),
+            ]
+        ours = [
+            Row("empty_pinned", lambda: PoolGrowth(block, device, count), "ours"),
+            Row("prewarm", lambda: PoolGrowth(block, device, count, ahead=True), "ours"),
+        ]
+        return Table(
+            [*peers, *ours],
+            [device],
+            check=lambda blocks: require_usable(blocks, on_gpu),
+            nbytes=count * block,
+            settings={"bytes": count * block, "block": block},
         )
 
     def reuse() -> Table:
@@ -61,5 +85,6 @@ def plan(setting: Setting) -> list[Planned]:
 
     return [
         Planned(f"growth: {large // MIB} MiB of {kind} memory", growth),
+        Planned(f"growth: {count} blocks of {block // MIB} MiB", many),
         Planned(f"reuse: a block of {block // MIB} MiB", reuse),
     ]

@@ -27,10 +27,11 @@ def cudart() -> ctypes.CDLL:
 
 
 class HostAlloc(Way):
-    """One block of page-locked memory, straight from the driver."""
+    """Blocks of page-locked memory, straight from the driver."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, count: int = 1) -> None:
         self.nbytes = nbytes
+        self.count = count
         self.library = cudart()
         self.library.cudaHostAlloc.argtypes = [
             ctypes.POINTER(ctypes.c_void_p),
@@ -38,26 +39,30 @@ class HostAlloc(Way):
             ctypes.c_uint,
         ]
         self.library.cudaFreeHost.argtypes = [ctypes.c_void_p]
-        self.address = ctypes.c_void_p()
+        self.addresses: list[ctypes.c_void_p] = []
 
     def before(self) -> None:
         self.close()
 
     def go(self) -> None:
-        pointer = ctypes.pointer(self.address)
-        code = self.library.cudaHostAlloc(pointer, self.nbytes, _PORTABLE)
-        if code:
-            self.library.cudaGetLastError()  # or torch's next call would report it as its own
-            raise Unavailable(f"cudaHostAlloc failed with error {code}")
+        for _ in range(self.count):
+            address = ctypes.c_void_p()
+            code = self.library.cudaHostAlloc(ctypes.pointer(address), self.nbytes, _PORTABLE)
+            if code:
+                self.library.cudaGetLastError()  # or torch's next call would report it as its own
+                raise Unavailable(f"cudaHostAlloc failed with error {code}")
+            self.addresses.append(address)
 
     def results(self, value: None) -> Tensors:
-        assert self.address.value is not None
-        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address.value)
-        return [torch.frombuffer(memory, dtype=torch.uint8)]
+        return [self._tensor(address) for address in self.addresses]
+
+    def _tensor(self, address: ctypes.c_void_p) -> torch.Tensor:
+        assert address.value is not None
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(address.value)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        if self.address.value is not None:
-            address, self.address = self.address, ctypes.c_void_p()
-            code = self.library.cudaFreeHost(address)
+        while self.addresses:
+            code = self.library.cudaFreeHost(self.addresses.pop())
             if code:
                 raise Unavailable(f"cudaFreeHost failed with error {code}")

@@ -16,23 +16,27 @@ def touch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TorchGrowth(Way):
-    """One new block, with nothing cached."""
+    """New blocks, with nothing cached."""
 
-    def __init__(self, nbytes: int, pinned: bool) -> None:
+    def __init__(self, nbytes: int, pinned: bool, count: int = 1) -> None:
         self.nbytes = nbytes
         self.pinned = pinned
-        self.block: torch.Tensor | None = None
+        self.count = count
+        self.blocks: Tensors = []
 
     def before(self) -> None:
-        self.block = None
+        self.blocks = []
         if self.pinned:
             torch._C._host_emptyCache()
 
     def go(self) -> Tensors:
-        self.block = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
-        if not self.pinned:
-            touch(self.block)
-        return [self.block]
+        for _ in range(self.count):
+            block = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+            self.blocks.append(block if self.pinned else touch(block))
+        return self.blocks
+
+    def close(self) -> None:
+        self.before()
 
 
 class TorchReuse(Way):

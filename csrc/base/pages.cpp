@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -38,12 +39,27 @@ std::size_t number_in(const char* path, std::size_t otherwise) {
   return file >> number ? number : otherwise;
 }
 
+// Of a file with lines of a name and a number.
+std::size_t number_named(const char* path, std::string_view wanted) {
+  std::ifstream file(path);
+  std::string name;
+  for (std::size_t number = 0; file >> name >> number;) {
+    if (name == wanted) return number;
+  }
+  return 0;
+}
+
 // A process that makes more pages present than its control group may have is killed, not refused.
+// What the group keeps of files goes first, so it counts as free.
 bool room_for(std::size_t bytes) {
   constexpr std::size_t none = SIZE_MAX;
   const std::size_t limit = number_in("/sys/fs/cgroup/memory.max", none);
   if (limit == none) return true;
-  const std::size_t used = number_in("/sys/fs/cgroup/memory.current", 0);
+  constexpr const char* parts = "/sys/fs/cgroup/memory.stat";
+  const std::size_t files =
+      number_named(parts, "active_file") + number_named(parts, "inactive_file");
+  const std::size_t all = number_in("/sys/fs/cgroup/memory.current", 0);
+  const std::size_t used = all - std::min(all, files);
   return used < limit && bytes <= limit - used;
 }
 
@@ -98,8 +114,9 @@ void unmap(void* pointer, std::size_t bytes) noexcept {
   munmap(pointer, round_up(std::max<std::size_t>(bytes, 1), page_bytes()));
 }
 
-void populate(void* pointer, std::size_t bytes, int threads) {
-  if (bytes == 0 || !room_for(bytes)) return;
+bool populate(void* pointer, std::size_t bytes, int threads) {
+  if (bytes == 0) return true;
+  if (!room_for(bytes)) return false;
   auto* begin = static_cast<std::byte*>(pointer);
   const std::size_t whole = round_up(bytes, page_bytes());
   const auto parts = static_cast<std::size_t>(std::max(threads, 1));
@@ -116,6 +133,7 @@ void populate(void* pointer, std::size_t bytes, int threads) {
   }
   populate_part(begin, std::min(part, whole));
   for (std::thread& other : others) other.join();
+  return true;
 }
 
 }  // namespace streamlap::pages

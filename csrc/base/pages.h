@@ -17,8 +17,8 @@ enum class Fork { shared, kept_out };
 void* map(std::size_t bytes, Fork fork, bool huge = true);
 void unmap(void* pointer, std::size_t bytes) noexcept;
 
-// Makes the pages present, `threads` at once; what they hold stays. Does nothing where the
-// memory left to this process's control group would not hold them.
-void populate(void* pointer, std::size_t bytes, int threads);
+// Makes the pages present, `threads` at once; what they hold stays. False, and nothing done, where
+// the memory left to this process's control group would not hold them.
+bool populate(void* pointer, std::size_t bytes, int threads);
 
 }  // namespace streamlap::pages

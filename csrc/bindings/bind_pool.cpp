@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <mutex>
-#include <thread>
+#include <optional>
 #include <vector>
 
 #include "base/process.h"
@@ -31,11 +31,17 @@ class PyBlock {
       static_cast<void>(block_.release());
       return;
     }
+    block_->pool().runtime()->lock_acquired(&interpreter_lock, site_interpreter);
     try {
       const std::vector<PyStream> streams = current_streams(block_->pool().runtime());
       if (streams.empty()) return;
       GilRelease released;  // a driver call waits when a stream's queue is full
-      for (const PyStream& stream : streams) block_->record_use(stream.ref);
+      for (const PyStream& stream : streams) {
+        // An event would be done at once, but for the next to take this block hardly soon enough.
+        const bool idle = !stream.runtime->stream_capturing(stream.ref) &&
+                          stream.runtime->stream_idle(stream.ref);
+        if (!idle) block_->record_use(stream.ref);
+      }
     } catch (...) {
       block_->condemn();
     }
@@ -58,8 +64,40 @@ PoolRegistry& registry() {
   return *made;
 }
 
+// Pools that nobody has any more, but for blocks whose last use is not done: a device may still be
+// at them. Looked at whenever a pool is made or let go.
+struct Lingering {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<PinnedPool>> pools;
+};
+
+Lingering& lingering() {
+  static auto* made = new Lingering();
+  return *made;
+}
+
+void let_go(std::unique_ptr<PinnedPool> pool) {
+  if (process::leaking()) {
+    static_cast<void>(pool.release());
+    return;
+  }
+  std::optional<GilRelease> released;  // to give page-locked memory back can wait for a device
+  if (PyGILState_Check() != 0 && !interpreter_ending()) released.emplace();
+  std::vector<std::unique_ptr<PinnedPool>> over;
+  std::lock_guard lock(lingering().mutex);
+  std::vector<std::unique_ptr<PinnedPool>>& pools = lingering().pools;
+  if (pool) pools.push_back(std::move(pool));
+  for (auto& one : pools) {
+    if (one->stats().in_flight == 0) over.push_back(std::move(one));
+  }
+  std::erase(pools, nullptr);
+}
+
 std::shared_ptr<PinnedPool> make_pool(const std::shared_ptr<Runtime>& runtime, std::size_t limit) {
-  auto pool = std::make_shared<PinnedPool>(runtime, limit);
+  let_go(nullptr);
+  std::shared_ptr<PinnedPool> pool(new PinnedPool(runtime, limit), [](PinnedPool* last) {
+    let_go(std::unique_ptr<PinnedPool>(last));
+  });
   std::lock_guard lock(registry().mutex);
   std::erase_if(registry().pools, [](const auto& other) { return other.expired(); });
   registry().pools.push_back(pool);
@@ -89,6 +127,7 @@ std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
     const auto until = std::chrono::steady_clock::now() +
                        std::min<std::chrono::nanoseconds>(slice, std::chrono::milliseconds(50));
     for (;;) {
+      const std::uint64_t seen = pool.changes();
       try {
         block = pool.try_allocate(bytes);
       } catch (const PoolExhausted&) {
@@ -99,10 +138,37 @@ std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
       }
       if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
       pool.runtime()->poll();
-      if (!simulated) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      // Blocks in flight come home without a word; those being made are told of.
+      if (!simulated) pool.wait_change(seen, std::chrono::microseconds(100));
     }
   });
   return std::make_unique<PyBlock>(std::move(block));
+}
+
+// The pool with what it makes ahead; letting go of it cancels nothing.
+struct PyGrowth {
+  std::shared_ptr<PinnedPool> pool;
+  std::shared_ptr<Growth> growth;
+
+  void wait() const {
+    wait_sliced(*pool->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
+      const std::uint64_t seen = pool->changes();
+      if (pool->grown(*growth)) return true;
+      pool->wait_change(seen, std::min<std::chrono::nanoseconds>(slice, std::chrono::seconds(1)));
+      return false;
+    });
+  }
+};
+
+using Grow = std::shared_ptr<Growth> (PinnedPool::*)(std::size_t bytes, std::size_t count);
+
+template <Grow grow>
+std::optional<PyGrowth> start_growth(const std::shared_ptr<PinnedPool>& pool, std::size_t bytes,
+                                     std::size_t count) {
+  GilRelease released;
+  std::shared_ptr<Growth> growth = ((*pool).*grow)(bytes, count);
+  if (!growth) return std::nullopt;
+  return PyGrowth{pool, std::move(growth)};
 }
 
 py::dict stats(PinnedPool& pool) {
@@ -117,9 +183,11 @@ py::dict stats(PinnedPool& pool) {
   answer["live"] = found.live;
   answer["in_flight"] = found.in_flight;
   answer["cached"] = found.cached;
+  answer["growing"] = found.growing;
   answer["waste"] = found.waste;
   answer["peak"] = found.peak;
   answer["live_blocks"] = found.live_blocks;
+  answer["slabs"] = found.slabs;
   answer["hits"] = found.hits;
   answer["misses"] = found.misses;
   return answer;
@@ -137,6 +205,15 @@ std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime) {
   return streams;
 }
 
+bool pools_busy() {
+  std::vector<std::shared_ptr<PinnedPool>> pools;
+  std::lock_guard lock(registry().mutex);
+  for (const auto& pool : registry().pools) {
+    if (auto alive = pool.lock()) pools.push_back(std::move(alive));
+  }
+  return std::any_of(pools.begin(), pools.end(), [](const auto& pool) { return pool->busy(); });
+}
+
 void bind_pool(py::module_& module) {
   py::class_<PyBlock>(module, "Block", py::buffer_protocol())
       .def_property_readonly(
@@ -150,6 +227,13 @@ void bind_pool(py::module_& module) {
         return py::buffer_info(self.block().data(), 1,
                                py::format_descriptor<std::uint8_t>::format(),
                                static_cast<py::ssize_t>(self.block().requested()));
+      });
+
+  py::class_<PyGrowth>(module, "Growth")
+      .def("wait", &PyGrowth::wait)
+      .def("cancel", [](const PyGrowth& self) {
+        GilRelease released;
+        self.pool->cancel(*self.growth);
       });
 
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "Pool")
@@ -166,6 +250,10 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("runtime", &PinnedPool::runtime)
       .def_property_readonly("live", &PinnedPool::live)
       .def("has_room", &PinnedPool::has_room)
+      .def("grow_ahead", &start_growth<&PinnedPool::grow_ahead>, py::arg("nbytes"),
+           py::arg("count"))
+      .def("prewarm", &start_growth<&PinnedPool::start_prewarm>, py::arg("nbytes"),
+           py::arg("count"))
       .def_property("limit", &PinnedPool::limit, &PinnedPool::set_limit)
       .def_static("size_class", &PinnedPool::size_class);
 

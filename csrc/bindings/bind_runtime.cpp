@@ -66,6 +66,15 @@ order::CheckedRuntime* checking(Runtime& runtime) {
   return dynamic_cast<order::CheckedRuntime*>(&runtime);
 }
 
+// One that is checked is its own; what it wraps is used by nobody else, or lives to the end.
+std::shared_ptr<Runtime> checked(const std::shared_ptr<Runtime>& runtime) {
+  if (runtime.get() != g_cuda_runtime) {
+    return hand_out(std::make_shared<order::CheckedRuntime>(runtime));
+  }
+  static auto* stock = new std::shared_ptr<StreamStock>(std::make_shared<StreamStock>(runtime));
+  return hand_out(std::make_shared<order::CheckedRuntime>(runtime, *stock));
+}
+
 void sync_stream(const PyStream& stream) {
   EventPtr event = stream.runtime->event_create(stream.ref.device);
   stream.runtime->event_record(*event, stream.ref, site_python);
@@ -116,7 +125,7 @@ bool shutdown(double timeout) {
     GilRelease released;
     const double deadline = steady_seconds() + timeout;
     do {
-      idle = true;
+      idle = !pools_busy() && handed_out_idle();
       for (Runtime* runtime : runtimes) idle = idle && is_idle(*runtime);
       if (!idle) std::this_thread::sleep_for(std::chrono::microseconds(200));
     } while (!idle && steady_seconds() < deadline);
@@ -220,6 +229,7 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("name", &Runtime::name)
       .def_property_readonly("device_count", &Runtime::device_count)
       .def_property_readonly("uses_device_memory", &Runtime::uses_device_memory)
+      .def_property_readonly("pinned_how", &Runtime::pinned_how)
       .def("active_devices",
            [](Runtime& self) {
              std::vector<int> active;
@@ -266,7 +276,7 @@ void bind_runtime(py::module_& module) {
              return self.idle();
            })
       .def("now", &Runtime::now)
-      .def_property_readonly("checked", [](Runtime& self) { return checking(self) != nullptr; })
+      .def_property_readonly("checked", &Runtime::checked)
       .def("accesses",
            [](Runtime& self) {
              auto* checked = checking(self);
@@ -286,11 +296,15 @@ void bind_runtime(py::module_& module) {
           },
           py::arg("pointer"), py::arg("nbytes"));
 
-  // One that is checked is its own; what it wraps is used by nobody else.
-  module.def("checked", [](const std::shared_ptr<Runtime>& runtime) {
-    return std::static_pointer_cast<Runtime>(std::make_shared<order::CheckedRuntime>(runtime));
+  module.def("checked", &checked);
+  // Python's own hand-overs from thread to thread; `lock` is any number that both sides use.
+  module.def("acquired", [](std::uintptr_t lock) {
+    order::acquired_by_all(reinterpret_cast<const void*>(lock));
   });
-  module.def("new_host_runtime", &make_host_runtime);
+  module.def("released", [](std::uintptr_t lock) {
+    order::released_by_all(reinterpret_cast<const void*>(lock));
+  });
+  module.def("new_host_runtime", [] { return hand_out(make_host_runtime()); });
   module.def("host_runtime", [] { return host_runtime_slot(); });
   module.def("cuda_runtime", &cuda_runtime);
   module.def("cuda_probe", &probe);

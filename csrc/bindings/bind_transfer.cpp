@@ -33,6 +33,7 @@ class PyTransfer {
   void discard() {
     std::shared_ptr<Transfer> transfer = std::move(transfer_);
     if (!transfer) return;
+    transfer->let_go();
     if (open_) {
       engine_->cut_off(*transfer, *open_);  // its last steps may be under way, or not
     } else if (transfer->ended()) {
@@ -46,7 +47,7 @@ class PyTransfer {
     } catch (...) {
       transfer->keep_for_ever();
     }
-    Watch::instance().abandon(*engine_, std::move(transfer));
+    Watch::instance().abandon(engine_, std::move(transfer));
   }
 
   void set_open(StreamRef copy_stream) { open_ = copy_stream; }
@@ -103,7 +104,12 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
   std::shared_ptr<Transfer> transfer;
   {
     GilRelease released;
-    transfer = engine->submit(std::move(request));
+    try {
+      transfer = engine->submit(std::move(request));
+    } catch (...) {
+      Watch::instance().look_after(engine);  // it may hold what was issued before it failed
+      throw;
+    }
   }
   auto made = std::make_unique<PyTransfer>(engine, std::move(transfer));
   if (open_ended) {
@@ -136,13 +142,12 @@ void hold_stream(const PyTransfer& self, const PyStream& stream) {
   GilRelease released;
   stream.runtime->launch(
       [transfer] {
-        while (!transfer->ended()) {
+        while (transfer->pending()) {
           try {
             transfer->sync_for(std::chrono::seconds(1), false);
           } catch (...) {
             // Whoever asks for the transfer is told. It may be this wait that failed, not the
             // transfer, which then goes on.
-            if (transfer->kept_for_ever()) return;
             transfer->runtime()->poll();
             std::this_thread::yield();
           }
@@ -189,11 +194,15 @@ double time_of(Runtime& runtime, const EventPtr& event, const PyEvent& base, dou
 
 std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime) {
   static std::mutex mutex;
-  static auto* engines = new std::map<Runtime*, std::shared_ptr<CopyEngine>>();
+  static auto* engines = new std::map<Runtime*, std::weak_ptr<CopyEngine>>();
   std::lock_guard lock(mutex);
-  auto& slot = (*engines)[runtime.get()];
-  if (!slot) slot = std::make_shared<CopyEngine>(runtime);
-  return slot;
+  std::weak_ptr<CopyEngine>& slot = (*engines)[runtime.get()];
+  std::shared_ptr<CopyEngine> engine = slot.lock();
+  if (!engine) {
+    slot = engine = std::make_shared<CopyEngine>(runtime);
+    std::erase_if(*engines, [](const auto& entry) { return entry.second.expired(); });
+  }
+  return engine;
 }
 
 void bind_transfer(py::module_& module) {
@@ -203,7 +212,9 @@ void bind_transfer(py::module_& module) {
              auto transfer = self.get();
              GilRelease released;
              transfer->runtime()->poll();
-             return transfer->done();
+             const bool done = transfer->done();
+             if (done) transfer->runtime()->lock_released(&interpreter_lock, site_interpreter);
+             return done;
            })
       .def(
           "sync",

@@ -30,7 +30,14 @@ double time_of(Runtime& runtime, const EventPtr& event, const PyEvent& base, dou
 // torch's current streams on the devices in use; none for a runtime without device memory.
 std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime);
 
-// The one engine of a runtime; it lives to the end.
+// For a runtime that Python may let go of. Its last owner may hold the interpreter's lock, which a
+// task of its workers may be waiting for: it is taken down by a thread of its own, after the tasks.
+std::shared_ptr<Runtime> hand_out(std::shared_ptr<Runtime> runtime);
+// True when every one of these that there is, be it on its way out, has nothing left to do.
+// Simulations do not count: they do nothing by themselves.
+bool handed_out_idle();
+
+// The one engine of a runtime, as long as somebody needs it.
 std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime);
 
 }  // namespace streamlap::bindings

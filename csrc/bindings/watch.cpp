@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/process.h"
+#include "check/order_checker.h"
 #include "sim/runtime_sim.h"
 
 namespace streamlap::bindings {
@@ -29,24 +30,32 @@ void Watch::post(SharedObject token) {
 }
 
 bool Watch::holding() {
-  std::vector<CopyEngine*> engines;
+  std::vector<Kept> engines;
   {
     std::lock_guard lock(mutex_);
     engines = engines_;
   }
-  for (CopyEngine* engine : engines) {
-    if (engine->expects()) return true;
+  for (const Kept& kept : engines) {
+    if (kept.engine->expects()) return true;
   }
   std::lock_guard lock(mutex_);
   return dropping_ || !dropped_.empty();
 }
 
-void Watch::abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer) {
-  engine.abandon(std::move(transfer));
+void Watch::abandon(const std::shared_ptr<CopyEngine>& engine, std::shared_ptr<Transfer> transfer) {
+  engine->abandon(std::move(transfer));
+  look_after(engine);
+}
+
+void Watch::look_after(const std::shared_ptr<CopyEngine>& engine) {
   {
     std::lock_guard lock(mutex_);
-    if (std::find(engines_.begin(), engines_.end(), &engine) == engines_.end()) {
-      engines_.push_back(&engine);
+    auto known = std::find_if(engines_.begin(), engines_.end(),
+                              [&](const Kept& kept) { return kept.engine == engine; });
+    if (known == engines_.end()) {
+      engines_.push_back({engine});
+    } else {
+      known->fresh = true;
     }
     abandoned_ = true;
   }
@@ -57,6 +66,7 @@ void Watch::drop_later(PyObject* object) noexcept {
   try {
     std::lock_guard lock(mutex_);
     dropped_.push_back(object);
+    order::released_by_all(this);  // what it dies of is known to this thread alone
   } catch (...) {
     return;  // no memory to remember it by: one reference is lost
   }
@@ -72,18 +82,26 @@ void Watch::stop() noexcept {
 }
 
 bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& dropped) {
-  std::vector<CopyEngine*> engines;
+  std::vector<Kept> engines;
   std::vector<Watched> watched;
   bool stop = false;
   {
     std::lock_guard lock(mutex_);
+    for (Kept& kept : engines_) kept.fresh = false;
     engines = engines_;
     watched.swap(watched_);
     abandoned_ = false;
     stop = stopped_;
   }
-  std::size_t in_flight = 0;
-  for (CopyEngine* engine : engines) in_flight += engine->reap();
+  bool in_flight = false;
+  std::vector<CopyEngine*> settled;
+  for (const Kept& kept : engines) {
+    if (kept.engine->expects()) {
+      in_flight = true;
+    } else {
+      settled.push_back(kept.engine.get());
+    }
+  }
   std::erase_if(watched, [&](Watched& item) {
     bool over = false;
     try {
@@ -97,7 +115,12 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
   });
   std::lock_guard lock(mutex_);
   for (Watched& item : watched) watched_.push_back(std::move(item));
-  in_flight_ = in_flight > 0;
+  in_flight_ = in_flight;
+  // `engines` lets go of them later, without the lock.
+  std::erase_if(engines_, [&](const Kept& kept) {
+    return !kept.fresh &&
+           std::find(settled.begin(), settled.end(), kept.engine.get()) != settled.end();
+  });
   dropped.swap(dropped_);
   dropping_ = !dropped.empty();
   for (SharedObject& token : posted_) tokens.push_back(std::move(token));
@@ -132,6 +155,7 @@ py::object Watch::next() {
     std::lock_guard lock(mutex_);
     stop = stopped_;
   }
+  if (!dropped.empty()) order::acquired_by_all(this);
   for (PyObject* object : dropped) Py_DECREF(object);
   {
     std::lock_guard lock(mutex_);

@@ -25,7 +25,9 @@ class Watch {
   // True while something that is on its way out still holds memory: abandoned transfers in flight
   // (of any engine: a pool serves all), and references yet to be dropped.
   bool holding();
-  void abandon(CopyEngine& engine, std::shared_ptr<Transfer> transfer);
+  void abandon(const std::shared_ptr<CopyEngine>& engine, std::shared_ptr<Transfer> transfer);
+  // Keeps an engine until none of its abandoned transfers is in flight.
+  void look_after(const std::shared_ptr<CopyEngine>& engine);
   void drop_later(PyObject* object) noexcept;
   // Blocks (lock released) until something is done: the tokens, perhaps none. None after stop().
   py::object next();
@@ -37,6 +39,11 @@ class Watch {
     SharedObject token;
   };
 
+  struct Kept {
+    std::shared_ptr<CopyEngine> engine;
+    bool fresh = true;  // more may have been abandoned since the last look
+  };
+
   bool collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& dropped);
   void wait(std::chrono::microseconds& nap);
 
@@ -45,9 +52,9 @@ class Watch {
   std::vector<Watched> watched_;
   std::vector<SharedObject> posted_;
   std::vector<PyObject*> dropped_;
-  bool dropping_ = false;             // next() is letting go of some right now
-  std::vector<CopyEngine*> engines_;  // that ever had a transfer abandoned; they live to the end
-  bool abandoned_ = false;            // something was abandoned since the last look
+  bool dropping_ = false;      // next() is letting go of some right now
+  std::vector<Kept> engines_;  // with abandoned transfers in flight
+  bool abandoned_ = false;     // something was abandoned since the last look
   bool stopped_ = false;
   bool in_flight_ = false;  // the last look found abandoned transfers that are not done
 };

@@ -123,34 +123,30 @@ CudaProbe probe_cuda() {
   return probe;
 }
 
-std::shared_ptr<Runtime> make_cuda_runtime() {
+std::shared_ptr<Runtime> make_cuda_runtime(PinnedWay way) {
   process::require_usable();
   CudaProbe probe = probe_cuda();
   if (probe.devices == 0) throw Error(ErrorKind::runtime, probe.reason);
   process::mark_started();
-  return std::make_shared<CudaRuntime>(probe.devices);
+  return std::make_shared<CudaRuntime>(probe.devices, way);
 }
 
-CudaRuntime::CudaRuntime(int device_count)
-    : device_count_(device_count), events_(std::make_shared<cuda::EventCache>()) {}
+CudaRuntime::CudaRuntime(int device_count, PinnedWay way)
+    : device_count_(device_count), pinned_(way), events_(std::make_shared<cuda::EventCache>()) {}
 
 CudaRuntime::~CudaRuntime() = default;
 
 void* CudaRuntime::alloc_pinned(std::size_t bytes) {
   process::require_usable();
   DeviceGuard guard(cuda::any_active_device());
-  void* pointer = nullptr;
-  check(cudaHostAlloc(&pointer, bytes, cudaHostAllocPortable), "cudaHostAlloc",
-        std::to_string(bytes) + " bytes");
-  return pointer;
+  return pinned_.allocate(bytes);
 }
 
 void CudaRuntime::free_pinned(void* pointer, std::size_t) noexcept {
   if (process::leaking() || cuda::sticky()) return;
   try {
     DeviceGuard guard(cuda::any_active_device());
-    cudaFreeHost(pointer);
-    cudaGetLastError();
+    pinned_.free(pointer);
   } catch (const Error&) {
     // A context that is gone takes its page-locked memory along.
   }

@@ -7,8 +7,10 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "cuda/pinned_memory.h"
 #include "runtime/runtime.h"
 #include "runtime/worker.h"
 #include "runtime/worker_list.h"
@@ -22,7 +24,7 @@ bool primary_active(int device) noexcept;
 
 class CudaRuntime final : public Runtime {
  public:
-  explicit CudaRuntime(int device_count);
+  CudaRuntime(int device_count, PinnedWay way);
   ~CudaRuntime() override;
 
   const char* name() const noexcept override { return "cuda"; }
@@ -31,6 +33,7 @@ class CudaRuntime final : public Runtime {
   bool device_active(int device) override { return cuda::primary_active(device); }
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
+  std::string pinned_how() const override { return pinned_.how(); }
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
   StreamRef stream_create(int device, StreamKind kind, bool high_priority) override;
@@ -56,6 +59,7 @@ class CudaRuntime final : public Runtime {
 
  private:
   int device_count_;
+  cuda::PinnedMemory pinned_;
   std::shared_ptr<cuda::EventCache> events_;
   std::mutex mutex_;
   std::vector<StreamRef> streams_;  // the CUDA streams this runtime created

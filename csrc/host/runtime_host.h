@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "runtime/runtime.h"
@@ -21,6 +22,7 @@ class HostRuntime final : public Runtime {
   bool device_active(int) override { return true; }
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
+  std::string pinned_how() const override { return "ordinary memory"; }
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
   StreamRef stream_create(int device, StreamKind kind, bool high_priority) override;

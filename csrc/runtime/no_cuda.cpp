@@ -11,7 +11,7 @@ CudaProbe probe_cuda() {
   return probe;
 }
 
-std::shared_ptr<Runtime> make_cuda_runtime() {
+std::shared_ptr<Runtime> make_cuda_runtime(PinnedWay) {
   throw Error(ErrorKind::runtime, probe_cuda().reason);
 }
 

@@ -30,6 +30,7 @@ class ProxyRuntime : public Runtime {
   void free_pinned(void* pointer, std::size_t bytes) noexcept override {
     inner_->free_pinned(pointer, bytes);
   }
+  std::string pinned_how() const override { return inner_->pinned_how(); }
   void* alloc_device(int device, std::size_t bytes) override {
     return inner_->alloc_device(device, bytes);
   }
@@ -77,6 +78,7 @@ class ProxyRuntime : public Runtime {
     before("launch");
     inner_->launch(std::move(task), stream);
   }
+  bool checked() const noexcept override { return inner_->checked(); }
   void taken(void* pointer, std::size_t bytes) override { inner_->taken(pointer, bytes); }
   void host_reads(const void* pointer, std::size_t bytes) override {
     inner_->host_reads(pointer, bytes);

@@ -97,6 +97,8 @@ class Runtime {
   // Page-locked memory, usable from every device. Throws Error(out_of_memory).
   virtual void* alloc_pinned(std::size_t bytes) = 0;
   virtual void free_pinned(void* pointer, std::size_t bytes) noexcept = 0;
+  // In words, how large blocks of it are made.
+  virtual std::string pinned_how() const = 0;
   // For tests and the bench binary; the library's users bring device memory from torch or CuPy.
   virtual void* alloc_device(int device, std::size_t bytes) = 0;
   virtual void free_device(int device, void* pointer, std::size_t bytes) noexcept = 0;
@@ -136,6 +138,8 @@ class Runtime {
   // Runs a callable in order with the stream's work. CUDA: on streams of kind host only.
   virtual void launch(std::function<void()> task, StreamRef stream) = 0;
 
+  // True when a checker looks on and wants to be told what the calls above do not say.
+  virtual bool checked() const noexcept { return false; }
   // What a checker is told beside the calls above; nothing by default.
   // Pool memory is handed to somebody new: everybody before must be done with it.
   virtual void taken(void* /*pointer*/, std::size_t /*bytes*/) {}
@@ -175,10 +179,19 @@ struct CudaProbe {
   std::string reason;  // empty when devices > 0
 };
 
+// How large blocks of page-locked memory are made.
+enum class PinnedWay {
+  measured,    // the first of those below that is fast enough here, or the fastest
+  huge_pages,  // mapped, made present by several threads, registered
+  base_pages,  // the same on the system's ordinary pages
+  driver,      // cudaHostAlloc
+};
+
 // Implemented by csrc/host and csrc/cuda; in a build without CUDA
 // runtime/no_cuda.cpp answers instead.
 std::shared_ptr<Runtime> make_host_runtime();
-std::shared_ptr<Runtime> make_cuda_runtime();  // throws Error with CudaProbe::reason
+std::shared_ptr<Runtime> make_cuda_runtime(
+    PinnedWay way = PinnedWay::measured);  // throws Error with CudaProbe::reason
 CudaProbe probe_cuda();
 
 }  // namespace streamlap

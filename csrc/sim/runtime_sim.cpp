@@ -250,7 +250,7 @@ void SimRuntime::run_beside_host(Lock& lock, bool callables) {
     const std::vector<Choice> open = choices(forever, callables);
     if (open.empty()) return;
     if (!strategy_->moves_beside_host(open)) {
-      decisions_.push_back(-1);
+      if (!finished_) decisions_.push_back(-1);
       return;
     }
     step(lock, forever, callables);
@@ -373,7 +373,7 @@ bool SimRuntime::step(Lock& lock, double until, bool callables) {
   const std::vector<Choice> open = choices(until, callables);
   if (open.empty()) return false;
   const std::size_t picked = strategy_->pick(open);
-  decisions_.push_back(static_cast<int>(open[picked].stream));
+  if (!finished_) decisions_.push_back(static_cast<int>(open[picked].stream));
   move(lock, *streams_[open[picked].stream]);
   changed_.notify_all();
   return true;
@@ -500,6 +500,14 @@ bool SimRuntime::help() {
   Lock lock(mutex_);
   Attendance::enter(attendance_);
   return step(lock, forever);
+}
+
+void SimRuntime::finish() {
+  Lock lock(mutex_);
+  strategy_ = eager();
+  finished_ = true;
+  while (step(lock, forever)) {
+  }
 }
 
 void SimRuntime::poll() {

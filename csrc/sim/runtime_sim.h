@@ -59,6 +59,9 @@ class SimRuntime final : public Runtime {
   Decisions decisions() const;
   // Moves one stream if any can; for a host that waits for something else. False: none can.
   bool help();
+  // Ends the run: all that can move moves, in order of time, from now on whenever it is helped to.
+  // What is decided from here on is no part of decisions().
+  void finish();
   void poll() override;
   // A stream's name in reports, "2 (copy, device 0)".
   std::string stream_name(StreamRef stream) const;
@@ -71,6 +74,7 @@ class SimRuntime final : public Runtime {
 
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
+  std::string pinned_how() const override { return "ordinary memory"; }
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
 
@@ -137,6 +141,7 @@ class SimRuntime final : public Runtime {
   std::condition_variable changed_;
   std::unique_ptr<Strategy> strategy_;
   Decisions decisions_;
+  bool finished_ = false;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::map<const std::byte*, std::size_t> device_memory_;
   std::map<std::pair<int, int>, double> engines_;  // when each copy engine is free

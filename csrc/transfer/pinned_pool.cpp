@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
+#include <string>
 
 #include "base/process.h"
 #include "runtime/order_lock.h"
@@ -21,7 +23,6 @@ constexpr Site site_lock_room{"pool.lock_has_room"};
 constexpr Site site_lock_live{"pool.lock_live"};
 constexpr Site site_lock_set_limit{"pool.lock_set_limit"};
 constexpr Site site_lock_gave{"pool.lock_gave_to_system"};
-constexpr Site site_lock_ready{"pool.lock_take_ready"};
 constexpr Site site_lock_claim{"pool.lock_claim"};
 constexpr Site site_lock_unclaim{"pool.lock_unclaim"};
 constexpr Site site_lock_hand_out{"pool.lock_hand_out"};
@@ -30,17 +31,10 @@ constexpr Site site_lock_stats{"pool.lock_stats"};
 constexpr Site site_lock_trim{"pool.lock_trim"};
 constexpr Site site_lock_find{"pool.lock_find_block"};
 
-// For `count` more. Grows as push_back does: reserve() alone would copy all of it every time.
-template <class Vector>
-void make_room(Vector& vector, std::size_t count) {
-  const std::size_t needed = vector.size() + count;
-  if (needed > vector.capacity()) vector.reserve(std::max(needed, 2 * vector.capacity()));
-}
-
 }  // namespace
 
 PinnedBlock::~PinnedBlock() {
-  if (data_ == nullptr || process::leaking()) return;
+  if (piece_.data == nullptr || process::leaking()) return;
   pool_->take_back(*this);
 }
 
@@ -71,14 +65,10 @@ PinnedPool::PinnedPool(std::shared_ptr<Runtime> runtime, std::size_t limit)
 PinnedPool::~PinnedPool() {
   // Blocks keep their pool, so none is live; what is retired may still be in use by a device.
   if (process::leaking()) return;
-  try {
-    Freed freed;
-    collect_finished();
-    uncache(stats_.cached, freed);
-    give_to_system(freed);
-  } catch (...) {
-    // No memory for the lists: what is left stays reserved.
-  }
+  Freed freed;
+  collect_finished();
+  give_up(stats_.cached, freed);
+  give_to_system(freed);
 }
 
 std::size_t PinnedPool::size_class(std::size_t bytes) {
@@ -90,20 +80,11 @@ std::size_t PinnedPool::size_class(std::size_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
+// ---- the limit
+
 std::size_t PinnedPool::limit() const {
   OrderLock lock(*runtime_, mutex_, site_lock_limit);
   return stats_.limit;
-}
-
-bool PinnedPool::has_room(std::size_t bytes, std::size_t count) const {
-  const std::size_t capacity = size_class(bytes);
-  OrderLock lock(*runtime_, mutex_, site_lock_room);
-  return stats_.live <= stats_.limit && count <= (stats_.limit - stats_.live) / capacity;
-}
-
-std::size_t PinnedPool::live() const {
-  OrderLock lock(*runtime_, mutex_, site_lock_live);
-  return stats_.live;
 }
 
 void PinnedPool::set_limit(std::size_t limit) {
@@ -116,6 +97,112 @@ void PinnedPool::set_limit(std::size_t limit) {
   stats_.limit = limit;
 }
 
+std::size_t PinnedPool::live() const {
+  OrderLock lock(*runtime_, mutex_, site_lock_live);
+  return stats_.live;
+}
+
+bool PinnedPool::has_room(std::size_t bytes, std::size_t count) const {
+  const std::size_t capacity = size_class(bytes);
+  OrderLock lock(*runtime_, mutex_, site_lock_room);
+  return fits(capacity, count);
+}
+
+bool PinnedPool::fits(std::size_t capacity, std::size_t count) const {
+  const auto size = sizes_.find(capacity);
+  const std::size_t spare = size == sizes_.end() ? 0 : size->second.spare();
+  if (held_bytes_ > stats_.limit) return false;
+  return count <= spare || count - spare <= (stats_.limit - held_bytes_) / capacity;
+}
+
+PoolExhausted PinnedPool::exhausted(const std::string& wanted) const {
+  const std::string beside = held_bytes_ == stats_.live ? "" : ", with what lies beside them,";
+  return PoolExhausted("the pinned pool cannot give " + wanted + ": " +
+                           std::to_string(held_bytes_) + " of its " + std::to_string(stats_.limit) +
+                           " bytes are held" + beside +
+                           ". Drop results, raise the limit "
+                           "(STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
+                       held_bytes_, stats_.limit);
+}
+
+bool PinnedPool::make_room(std::size_t bytes, Freed& out, const SizeClass* kept) noexcept {
+  if (bytes > stats_.limit) return false;
+  const std::size_t most = stats_.limit - bytes;
+  if (stats_.reserved <= most) return true;
+  std::size_t empty = 0;
+  for (const auto& [capacity, size] : sizes_) empty += &size == kept ? 0 : size.empty_bytes();
+  if (stats_.reserved - empty > most) return false;
+  give_up(stats_.reserved - most, out, kept);
+  return true;
+}
+
+std::size_t PinnedPool::give_up(std::size_t bytes, Freed& out, const SizeClass* kept) noexcept {
+  std::size_t found = 0;
+  for (auto size = sizes_.rbegin(); size != sizes_.rend() && found < bytes; ++size) {
+    if (&size->second != kept) found += size->second.give_up(bytes - found, out);
+  }
+  stats_.cached -= found;
+  leaving_ += found;
+  return found;
+}
+
+void PinnedPool::give_to_system(const Freed& freed) noexcept {
+  if (freed.empty()) return;
+  std::size_t bytes = 0;
+  for (const Slab& slab : freed) {
+    runtime_->free_pinned(slab.data, slab.bytes);
+    bytes += slab.bytes;
+  }
+  OrderLock lock(*runtime_, mutex_, site_lock_gave);
+  stats_.reserved -= bytes;
+  leaving_ -= bytes;
+}
+
+// ---- growth
+
+SizeClass& PinnedPool::size_of(std::size_t capacity) {
+  return sizes_.try_emplace(capacity, capacity).first->second;
+}
+
+std::size_t PinnedPool::slab_blocks(const SizeClass& size, std::size_t wanted) const noexcept {
+  if (size.capacity() >= carved_below) return 1;
+  // A small pool must not be used up by slabs of sizes that are asked for once.
+  const std::size_t most = std::min(largest_slab, stats_.limit / 64) / size.capacity();
+  return std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(most, 1));
+}
+
+// Claimed before the lock is let go, so that two threads cannot both take the last bytes.
+PinnedPool::Claim PinnedPool::claim(SizeClass& size, std::size_t count) {
+  Claim claimed{&size, count, count * size.capacity(), size.prepare(count)};
+  stats_.reserved += claimed.bytes;
+  stats_.growing += claimed.bytes;
+  return claimed;
+}
+
+void PinnedPool::unclaim(const Claim& claimed) noexcept {
+  claimed.size->abandon(claimed.count);
+  stats_.reserved -= claimed.bytes;
+  stats_.growing -= claimed.bytes;
+}
+
+void PinnedPool::settle(Claim& claimed, std::byte* data) noexcept {
+  claimed.size->add(data, claimed.count, std::move(claimed.prepared));
+  stats_.growing -= claimed.bytes;
+  stats_.cached += claimed.bytes;
+  stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
+}
+
+std::byte* PinnedPool::reserve(std::size_t bytes) {
+  try {
+    return static_cast<std::byte*>(runtime_->alloc_pinned(bytes));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::out_of_memory || trim() == 0) throw;
+    return static_cast<std::byte*>(runtime_->alloc_pinned(bytes));
+  }
+}
+
+// ---- blocks
+
 bool PinnedPool::finished(Retired& block) noexcept {
   std::erase_if(block.uses, [&](const EventPtr& use) {
     const EventState state = runtime_->event_state(*use, site_finished);
@@ -126,14 +213,10 @@ bool PinnedPool::finished(Retired& block) noexcept {
 }
 
 void PinnedPool::collect_finished() {
-  for (auto& entry : retired_) {
-    const std::size_t capacity = entry.first;
-    auto& cached = cached_[capacity];
-    // Nothing may throw once the first block has moved.
-    make_room(cached, entry.second.size());
-    std::erase_if(entry.second, [&](Retired& block) {
+  for (auto& [capacity, size] : sizes_) {
+    std::erase_if(size.retired, [&](Retired& block) {
       if (!finished(block)) return false;
-      cached.push_back(block.data);
+      size.put_back(block.piece);
       stats_.in_flight -= capacity;
       stats_.cached += capacity;
       return true;
@@ -141,51 +224,20 @@ void PinnedPool::collect_finished() {
   }
 }
 
-std::byte* PinnedPool::take_ready(std::size_t capacity) {
-  if (auto& blocks = cached_[capacity]; !blocks.empty()) {
-    std::byte* data = blocks.back();
-    blocks.pop_back();
-    stats_.cached -= capacity;
-    return data;
+Piece PinnedPool::take_ready(SizeClass& size) {
+  if (const Piece piece = size.take(); piece.data != nullptr) {
+    stats_.cached -= size.capacity();
+    return piece;
   }
   // One at a time: asking a device about every retired block would cost more than the block.
-  auto& blocks = retired_[capacity];
-  for (auto block = blocks.begin(); block != blocks.end(); ++block) {
+  for (auto block = size.retired.begin(); block != size.retired.end(); ++block) {
     if (!finished(*block)) continue;
-    std::byte* data = block->data;
-    blocks.erase(block);
-    stats_.in_flight -= capacity;
-    return data;
+    const Piece piece = block->piece;
+    size.retired.erase(block);
+    stats_.in_flight -= size.capacity();
+    return piece;
   }
-  return nullptr;
-}
-
-void PinnedPool::uncache(std::size_t bytes, Freed& out) {
-  std::size_t found = 0;
-  std::size_t count = 0;
-  for (auto& entry : cached_) count += entry.second.size();
-  make_room(out, count);  // as above
-  for (auto size = cached_.rbegin(); size != cached_.rend() && found < bytes; ++size) {
-    auto& [capacity, blocks] = *size;
-    while (!blocks.empty() && found < bytes) {
-      out.emplace_back(blocks.back(), capacity);
-      blocks.pop_back();
-      found += capacity;
-    }
-  }
-  stats_.cached -= found;
-  leaving_ += found;
-}
-
-void PinnedPool::give_to_system(const Freed& freed) noexcept {
-  std::size_t bytes = 0;
-  for (auto [data, capacity] : freed) {
-    runtime_->free_pinned(data, capacity);
-    bytes += capacity;
-  }
-  OrderLock lock(*runtime_, mutex_, site_lock_gave);
-  stats_.reserved -= bytes;
-  leaving_ -= bytes;
+  return {};
 }
 
 std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
@@ -193,47 +245,27 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   bytes = std::max<std::size_t>(bytes, 1);
   const std::size_t capacity = size_class(bytes);
   // Made before the lock is taken: nothing can fail once memory has changed hands.
-  auto block = std::make_unique<PinnedBlock>(shared_from_this(), nullptr, capacity, bytes);
+  auto block = std::make_unique<PinnedBlock>(shared_from_this(), capacity, bytes);
   LiveBlocks entry;
   entry.emplace(nullptr, block.get());
   Freed freed;
-  bool reused = false;
-  {
-    OrderLock lock(*runtime_, mutex_, site_lock_ready);
-    if (std::byte* data = take_ready(capacity)) {
-      stats_.live += capacity;
-      ++stats_.hits;
-      hand_out(*block, data, entry);
-      reused = true;
-    }
-  }
-  if (reused) {
-    runtime_->taken(block->data_, capacity);
-    return block;
-  }
+  std::optional<Claim> claimed;
   {
     OrderLock lock(*runtime_, mutex_, site_lock_claim);
-    collect_finished();
-    const std::size_t held = stats_.live;
-    if (capacity > stats_.limit || held > stats_.limit - capacity) {
-      throw PoolExhausted("the pinned pool cannot give " + std::to_string(bytes) + " bytes (" +
-                              std::to_string(capacity) + " as a block): " + std::to_string(held) +
-                              " of its " + std::to_string(stats_.limit) +
-                              " bytes are held. Drop results, raise the limit "
-                              "(STREAMLAP_PINNED_LIMIT), or pass out= or pin=False",
-                          held, stats_.limit);
-    }
-    if (stats_.reserved > stats_.limit - capacity) {
-      uncache(stats_.reserved - (stats_.limit - capacity), freed);
-      std::size_t left = stats_.reserved;
-      for (auto& piece : freed) left -= piece.second;
-      if (left > stats_.limit - capacity) {
-        // What is missing is in flight or being reserved by somebody else: the caller comes again.
-        for (auto [data, size] : freed) {
-          cached_[size].push_back(data);
-          stats_.cached += size;
-          leaving_ -= size;
-        }
+    SizeClass& size = size_of(capacity);
+    if (const Piece piece = take_ready(size); piece.data != nullptr) {
+      ++stats_.hits;
+      hand_out(*block, size, piece, entry);
+    } else {
+      if (size.promised > 0) return nullptr;
+      collect_finished();
+      if (capacity > stats_.limit ||
+          (held_bytes_ > stats_.limit - capacity && size.retired.empty())) {
+        throw exhausted(std::to_string(bytes) + " bytes (" + std::to_string(capacity) +
+                        " as a block)");
+      }
+      // What is missing is in flight or being reserved by somebody else: the caller comes again.
+      if (!make_room(capacity, freed)) {
         if (lost_) {
           throw Error(ErrorKind::sticky,
                       "the pinned pool waits for blocks in use by a device whose context is lost: "
@@ -241,63 +273,67 @@ std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
         }
         return nullptr;
       }
+      // As many again as there are: few calls for many blocks, and few blocks idle.
+      std::size_t room = stats_.limit - stats_.reserved;
+      for (const Slab& slab : freed) room += slab.bytes;
+      claimed = claim(size, std::min(slab_blocks(size, size.blocks()), room / capacity));
+      ++stats_.misses;
     }
-    // Claimed before the lock is let go, so that two threads cannot both take the last bytes. What
-    // is about to be freed still counts until it is gone.
-    stats_.reserved += capacity;
-    stats_.live += capacity;
-    ++stats_.misses;
+  }
+  if (!claimed) {
+    runtime_->taken(block->data(), capacity);
+    return block;
   }
   give_to_system(freed);
   std::byte* data = nullptr;
   try {
-    data = reserve(capacity);
+    data = reserve(claimed->bytes);
   } catch (...) {
     OrderLock lock(*runtime_, mutex_, site_lock_unclaim);
-    stats_.reserved -= capacity;
-    stats_.live -= capacity;
+    unclaim(*claimed);
     throw;
   }
   OrderLock lock(*runtime_, mutex_, site_lock_hand_out);
-  stats_.peak = std::max(stats_.peak, stats_.reserved - leaving_);
+  settle(*claimed, data);
   block->fresh_ = true;
-  hand_out(*block, data, entry);
+  hand_out(*block, *claimed->size, take_ready(*claimed->size), entry);
   return block;
 }
 
-std::byte* PinnedPool::reserve(std::size_t capacity) {
-  try {
-    return static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::out_of_memory || trim() == 0) throw;
-    return static_cast<std::byte*>(runtime_->alloc_pinned(capacity));
-  }
-}
-
-void PinnedPool::hand_out(PinnedBlock& block, std::byte* data, LiveBlocks& entry) noexcept {
-  block.data_ = data;
+void PinnedPool::hand_out(PinnedBlock& block, SizeClass& size, Piece piece,
+                          LiveBlocks& entry) noexcept {
+  block.piece_ = piece;
   auto node = entry.extract(entry.begin());
-  node.key() = data;
+  node.key() = piece.data;
   live_.insert(std::move(node));
+  held_bytes_ += size.hold(piece);
+  stats_.live += block.capacity_;
   stats_.waste += block.capacity_ - block.requested_;
   ++stats_.live_blocks;
 }
 
 void PinnedPool::take_back(PinnedBlock& block) noexcept {
   OrderLock lock(*runtime_, mutex_, site_lock_take_back);
-  live_.erase(block.data_);
-  if (block.condemned_ && !dropped(site_condemned))
+  live_.erase(block.piece_.data);
+  if (block.condemned_ && !dropped(site_condemned)) {
     return;  // held for ever: nobody waits for it to come home
-  try {
-    retired_[block.capacity_].push_back(
-        {block.data_, dropped(site_retire) ? std::vector<EventPtr>() : std::move(block.uses_)});
-  } catch (...) {
-    return;  // no memory to remember it by: as if condemned
   }
+  SizeClass& size = sizes_.find(block.capacity_)->second;
+  if (block.uses_.empty() || dropped(site_retire)) {
+    size.put_back(block.piece_);
+    stats_.cached += block.capacity_;
+  } else {
+    try {
+      size.retired.push_back({block.piece_, std::move(block.uses_)});
+    } catch (...) {
+      return;  // no memory to remember it by: as if condemned
+    }
+    stats_.in_flight += block.capacity_;
+  }
+  held_bytes_ -= size.let_go(block.piece_);
   stats_.live -= block.capacity_;
   stats_.waste -= block.capacity_ - block.requested_;
   --stats_.live_blocks;
-  stats_.in_flight += block.capacity_;
 }
 
 PoolStats PinnedPool::stats() {
@@ -305,20 +341,20 @@ PoolStats PinnedPool::stats() {
   collect_finished();
   PoolStats now = stats_;
   now.reserved -= leaving_;
+  for (const auto& entry : sizes_) now.slabs += entry.second.slabs();
   return now;
 }
 
 std::size_t PinnedPool::trim() {
   process::require_usable();
   Freed freed;
+  std::size_t bytes = 0;
   {
     OrderLock lock(*runtime_, mutex_, site_lock_trim);
     collect_finished();
-    uncache(stats_.cached, freed);
+    bytes = give_up(stats_.cached, freed);
   }
   give_to_system(freed);
-  std::size_t bytes = 0;
-  for (auto& entry : freed) bytes += entry.second;
   return bytes;
 }
 

@@ -1,20 +1,29 @@
 // Page-locked memory, reused only when every event that used a block is done, under a hard limit.
 //
-// The limit counts bytes reserved from the runtime: what users hold, what is cached and what still
-// waits for its events. Blocks are rounded up to one of eight sizes per power of two (12.5 % waste
-// at most, from 4 KiB up). Everything is safe from any thread. No lock is held while memory is
-// reserved or given back to the system.
+// The limit counts bytes reserved from the runtime: what users hold, what is cached, what still
+// waits for its events and what is being reserved. Blocks are rounded up to one of eight sizes per
+// power of two (12.5 % waste at most, from 4 KiB up). Blocks below 1 MiB are cut from slabs, each
+// of one size: a driver call costs as much as many of them. A slab goes back to the system only
+// when none of its blocks is in use. Everything is safe from any thread. No lock is held while
+// memory is reserved or given back to the system.
 #pragma once
 
+#include <array>
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
-#include <deque>
+#include <cstdint>
+#include <exception>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <string>
 #include <vector>
 
 #include "runtime/runtime.h"
+#include "runtime/worker.h"
+#include "transfer/slabs.h"
 
 namespace streamlap {
 
@@ -23,17 +32,16 @@ class PinnedPool;
 // One block, owned by whoever holds the pointer. Dying, it goes back to its pool with its uses.
 class PinnedBlock {
  public:
-  PinnedBlock(std::shared_ptr<PinnedPool> pool, std::byte* data, std::size_t capacity,
-              std::size_t requested)
-      : pool_(std::move(pool)), data_(data), capacity_(capacity), requested_(requested) {}
+  PinnedBlock(std::shared_ptr<PinnedPool> pool, std::size_t capacity, std::size_t requested)
+      : pool_(std::move(pool)), capacity_(capacity), requested_(requested) {}
   ~PinnedBlock();
   PinnedBlock(const PinnedBlock&) = delete;
   PinnedBlock& operator=(const PinnedBlock&) = delete;
 
-  std::byte* data() const noexcept { return data_; }
+  std::byte* data() const noexcept { return piece_.data; }
   std::size_t capacity() const noexcept { return capacity_; }
   std::size_t requested() const noexcept { return requested_; }
-  // The system was asked for it just now; otherwise it had been used before.
+  // The system was asked for it just now; otherwise it was there.
   bool fresh() const noexcept { return fresh_; }
   PinnedPool& pool() const noexcept { return *pool_; }
 
@@ -45,7 +53,7 @@ class PinnedBlock {
  private:
   friend class PinnedPool;
   std::shared_ptr<PinnedPool> pool_;
-  std::byte* data_;
+  Piece piece_;
   std::size_t capacity_;
   std::size_t requested_;
   std::mutex mutex_;
@@ -56,15 +64,31 @@ class PinnedBlock {
 
 struct PoolStats {
   std::size_t limit = 0;
-  std::size_t reserved = 0;   // live + in_flight + cached
+  std::size_t reserved = 0;   // live + in_flight + cached + growing
   std::size_t live = 0;       // in blocks that somebody holds
   std::size_t in_flight = 0;  // let go, events not done yet
   std::size_t cached = 0;     // ready for reuse
+  std::size_t growing = 0;    // being reserved, beside what somebody waits for
   std::size_t waste = 0;      // live bytes beyond what was asked for
   std::size_t peak = 0;       // most bytes ever reserved
   std::size_t live_blocks = 0;
+  std::size_t slabs = 0;  // reservations that these blocks are cut from
   std::size_t hits = 0;
   std::size_t misses = 0;
+};
+
+// Blocks that a pool's own threads make ahead of their use; see PinnedPool::grow_ahead.
+class Growth {
+ public:
+  Growth(std::size_t capacity, std::size_t count) : capacity_(capacity), left_(count) {}
+
+ private:
+  friend class PinnedPool;
+  // Guarded by the pool's lock.
+  std::size_t capacity_;
+  std::size_t left_;        // blocks not begun
+  std::size_t making_ = 0;  // slabs begun
+  std::exception_ptr error_;
 };
 
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
@@ -75,12 +99,34 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   PinnedPool& operator=(const PinnedPool&) = delete;
 
   // A block of at least `bytes` (1 at least). Empty when one will do after blocks in flight have
-  // come home: call again. Throws PoolExhausted when only memory that users hold could help, and
-  // Error(sticky) when it is in flight on a device whose context is lost.
+  // come home, or when one is being made in the background: call again. Throws PoolExhausted when
+  // only memory that users hold could help, and Error(sticky) when it is in flight on a device
+  // whose context is lost.
   std::unique_ptr<PinnedBlock> try_allocate(std::size_t bytes);
 
+  // Makes blocks in the background until `count` of `bytes` are cached or in flight; null when
+  // there are so many. It is a hint: what the limit has no room for, and what the system refuses,
+  // is not made, and a later allocation tries for itself. On a virtual clock nothing is made.
+  std::shared_ptr<Growth> grow_ahead(std::size_t bytes, std::size_t count);
+  // What has not been begun is not made. To be called however the work ends that it was for.
+  void cancel(Growth& growth) noexcept;
+  // True when nothing of it is left to be done; throws what kept blocks from being made.
+  bool grown(const Growth& growth);
+  // Returns once `count` blocks of `bytes` are cached, in flight or being made for somebody else.
+  // Throws PoolExhausted, before anything is made, when they would not fit beside what is held, or
+  // Error(out_of_memory).
+  void prewarm(std::size_t bytes, std::size_t count);
+  // The same without the wait: grow_ahead for what must fit.
+  std::shared_ptr<Growth> start_prewarm(std::size_t bytes, std::size_t count);
+  // True while the pool's own threads reserve memory.
+  bool busy() const;
+  // For loops of try_allocate and grown: a number to be had before them, and a wait until it has
+  // changed, which it does whenever growth has made blocks or ended.
+  std::uint64_t changes() const noexcept { return changes_.load(); }
+  void wait_change(std::uint64_t seen, std::chrono::nanoseconds timeout);
+
   PoolStats stats();
-  // Gives cached memory back to the system; the bytes given back.
+  // Gives cached memory back to the system, slabs without a block in use; the bytes given back.
   std::size_t trim();
   std::size_t limit() const;
   // Whether `count` more blocks of `bytes` can ever be had beside what is held; asks no device.
@@ -96,34 +142,63 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   static std::size_t size_class(std::size_t bytes);
   static constexpr std::size_t smallest_block = 4096;
+  static constexpr std::size_t carved_below = std::size_t{1} << 20;
+  static constexpr std::size_t largest_slab = std::size_t{2} << 20;
 
  private:
   friend class PinnedBlock;
-  struct Retired {
-    std::byte* data;
-    std::vector<EventPtr> uses;
-  };
   using LiveBlocks = std::map<const std::byte*, PinnedBlock*>;  // by address
-  using Freed = std::vector<std::pair<std::byte*, std::size_t>>;
+  using Freed = std::list<Slab>;
+  // Memory on its way from the system, counted already.
+  struct Claim {
+    SizeClass* size;
+    std::size_t count;
+    std::size_t bytes;
+    std::list<Slab> prepared;
+  };
 
   void take_back(PinnedBlock& block) noexcept;
-  bool finished(Retired& block) noexcept;       // mutex_ held
-  std::byte* take_ready(std::size_t capacity);  // mutex_ held: a block of this size, or null
-  void collect_finished();                      // mutex_ held
-  void uncache(std::size_t bytes, Freed& out);  // mutex_ held: at least `bytes`, if there are
+  // These need mutex_.
+  SizeClass& size_of(std::size_t capacity);
+  bool finished(Retired& block) noexcept;
+  Piece take_ready(SizeClass& size);
+  void collect_finished();
+  // False, and nothing done, where there can be no room. Of `kept`, no block is given up.
+  bool make_room(std::size_t bytes, Freed& out, const SizeClass* kept = nullptr) noexcept;
+  std::size_t give_up(std::size_t bytes, Freed& out, const SizeClass* kept = nullptr) noexcept;
+  std::size_t slab_blocks(const SizeClass& size, std::size_t wanted) const noexcept;
+  Claim claim(SizeClass& size, std::size_t count);
+  void unclaim(const Claim& claimed) noexcept;
+  void settle(Claim& claimed, std::byte* data) noexcept;  // its blocks are cached
+  // `entry` is the block's place in live_, made beforehand.
+  void hand_out(PinnedBlock& block, SizeClass& size, Piece piece, LiveBlocks& entry) noexcept;
+  bool fits(std::size_t capacity, std::size_t count) const;
+  PoolExhausted exhausted(const std::string& what) const;
+  void drop(Growth& growth, std::exception_ptr error) noexcept;
+
+  // These must not have it.
+  std::byte* reserve(std::size_t bytes);
   void give_to_system(const Freed& freed) noexcept;
-  std::byte* reserve(std::size_t capacity);
-  // mutex_ held. `entry` is the block's place in live_, made beforehand.
-  void hand_out(PinnedBlock& block, std::byte* data, LiveBlocks& entry) noexcept;
+  bool grow_step(Growth& growth);  // false when nothing is left to begin
+  void changed() noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   mutable std::mutex mutex_;
   PoolStats stats_;
   bool lost_ = false;        // some blocks will never come home: their device's context is gone
   std::size_t leaving_ = 0;  // counted in stats_.reserved until the system has them back
-  std::map<std::size_t, std::vector<std::byte*>> cached_;  // by capacity
-  std::map<std::size_t, std::deque<Retired>> retired_;     // by capacity, longest ago first
+  // Of slabs in which somebody holds a block: they cannot be given back before he lets go of it.
+  std::size_t held_bytes_ = 0;
+  std::map<std::size_t, SizeClass> sizes_;  // by capacity; none is ever taken out
   LiveBlocks live_;
+
+  std::mutex change_mutex_;
+  std::condition_variable change_;
+  std::atomic<std::uint64_t> changes_{0};
+  std::size_t making_ = 0;  // slabs that the workers make
+  // Two, so that one slab's pages are found while those of the one before are locked. Last: they
+  // end before what they use.
+  std::array<Worker, 2> workers_;
 };
 
 }  // namespace streamlap

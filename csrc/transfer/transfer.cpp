@@ -27,8 +27,14 @@ constexpr Site site_release_source{"transfer.release_source"};
 constexpr Site site_release_all{"transfer.release_all"};
 constexpr Site site_lock_source{"transfer.lock_release_source"};
 constexpr Site site_lock_all{"transfer.lock_release_all"};
+constexpr Site site_let_go{"transfer.let_go"};
+constexpr Site site_died{"transfer.died"};
 
 }  // namespace
+
+Transfer::~Transfer() { runtime_->lock_acquired(this, site_died); }
+
+void Transfer::let_go() noexcept { runtime_->lock_released(this, site_let_go); }
 
 bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_, site_ask_issued); }
 
@@ -167,7 +173,8 @@ bool Transfer::passed(const EventPtr& event, Site site) noexcept {
 
 bool Transfer::ended() noexcept {
   // Asked last: the worker that issues it may have found so just now.
-  return (known_done() || (passed(issued_, site_ask_end) && passed(end_, site_ask_end))) && !kept_for_ever_;
+  return (known_done() || (passed(issued_, site_ask_end) && passed(end_, site_ask_end))) &&
+         !kept_for_ever_;
 }
 
 bool Transfer::over() noexcept {

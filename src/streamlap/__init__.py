@@ -19,7 +19,7 @@ from streamlap.errors import (
     TransferTimeout,
     UnsupportedTensor,
 )
-from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, record_use
+from streamlap.pinned import PinnedPool, empty_pinned, pool_stats, prewarm, record_use
 from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
@@ -57,6 +57,7 @@ __all__ = [
     "pipelined_run",
     "pool_stats",
     "predict",
+    "prewarm",
     "record_use",
     "run",
     "synchronize",

@@ -8,104 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from streamlap import _native, foreign
+from streamlap.checked import Checked
 from streamlap.checks import as_count
-from streamlap.errors import (
-    CaptureError,
-    DeviceError,
-    InvalidArgument,
-    InvalidType,
-    StreamlapError,
-)
+from streamlap.errors import CaptureError, InvalidArgument, InvalidType
+from streamlap.serving import Place as Place
+from streamlap.serving import cuda_reason as cuda_reason
+from streamlap.serving import cuda_runtime as cuda_runtime
+from streamlap.serving import current, serve, serve_by_threads
+from streamlap.simulation import MAX_LOGICAL, Simulation
 from streamlap.sizes import memory_total
-
-if TYPE_CHECKING:
-    from streamlap.simulation import Checked, Simulation
 
 StreamLike = Any
 """A stream of torch, CuPy or numba, anything with ``__cuda_stream__``, a raw handle as an int, or
 one of streamlap's own (``_native.Stream``)."""
 
 _RUNTIMES = ("host", "sim")
-MAX_LOGICAL = 64
-
-
-class Place:
-    """A device of a runtime: where streams are made. One object each: see :func:`place`.
-
-    Attributes:
-        runtime: the runtime that serves it.
-        index: its number there.
-        is_cuda: whether it is a GPU.
-        engine: its runtime's copy engine.
-        simulation: what its runtime belongs to; None: time is real.
-    """
-
-    __slots__ = ("engine", "index", "is_cuda", "runtime", "simulation")
-
-    def __init__(
-        self, runtime: _native.Runtime, index: int, simulation: Simulation | Checked | None = None
-    ) -> None:
-        self.runtime = runtime
-        self.simulation = simulation
-        self.index = index
-        self.is_cuda = runtime.uses_device_memory
-        self.engine = _native.engine(runtime)
-
-    def __str__(self) -> str:
-        return f"{'cuda' if self.is_cuda else 'cpu'}:{self.index}"
-
-
-# What serves CPU tensors in this context; None: worker threads.
-simulation: contextvars.ContextVar[Simulation | Checked | None] = contextvars.ContextVar(
-    "simulation", default=None
-)
-simulations: list[Simulation | Checked] = []
-"""Those that serve in any context: a thread that waits for an item lets them move."""
 
 
 def host_place(index: int) -> Place:
     """Return a logical CPU device; raise InvalidArgument where there cannot be one."""
     if not 0 <= index < MAX_LOGICAL:
         raise InvalidArgument(f"no logical CPU device {index}: there are {MAX_LOGICAL} at most")
-    serving = simulation.get()
-    return _host_place(index) if serving is None else serving.place(index)
-
-
-@functools.cache
-def _host_place(index: int) -> Place:
-    return Place(host_runtime(), index)
+    return current.get().place(index)
 
 
 def cuda_place(index: int) -> Place:
     """Return a GPU; raise DeviceError or InvalidArgument where there is none."""
-    place = _cuda_place(index)
-    serving = checking_now.get()
-    return place if serving is None else serving.place(index, cuda=True)
-
-
-@functools.cache
-def _cuda_place(index: int) -> Place:
-    runtime = cuda_runtime()
-    if index >= runtime.device_count:
-        raise InvalidArgument(f"no device cuda:{index}: there are {runtime.device_count} GPUs")
-    return Place(runtime, index)
-
-
-# Set inside checking().
-checking_now: contextvars.ContextVar[Checked | None] = contextvars.ContextVar(
-    "checking", default=None
-)
+    return current.get().place(index, cuda=True)
 
 
 @dataclass(frozen=True)
@@ -180,16 +119,23 @@ def use_runtime(
     if name != "sim":
         if schedule is not None or costs is not None:
             raise InvalidArgument(f"schedule and costs are a simulation's, not {name!r}'s")
-        return _serve(count, None)
-    from streamlap.simulation import Simulation  # it needs places and pools
-
+        return _serve(count, serve_by_threads())
     if schedule is not None and not isinstance(schedule, str):
         raise InvalidType(f"schedule must be a str, not {type(schedule).__name__}")
-    return _serve(count, Simulation(schedule or "eager", costs))
+    return _serve(count, serve(Simulation(schedule or "eager", costs)))
 
 
 @contextlib.contextmanager
-def checking() -> Iterator[Checked]:
+def _serve(count: int | None, block: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+    token = _logical.set(count)
+    try:
+        with block as serving:
+            yield serving
+    finally:
+        _logical.reset(token)
+
+
+def checking() -> contextlib.AbstractContextManager[Checked]:
     """Check the order of all accesses in a block, on worker threads and on GPUs.
 
     The block's value counts them: ``accesses``. Two accesses to the same bytes, one of them a
@@ -199,66 +145,10 @@ def checking() -> Iterator[Checked]:
     nothing of what you did before: let one thread use a transfer. ``STREAMLAP_CHECK=1`` checks the
     whole process.
 
-    The block has runtimes, streams and pools of its own. It belongs to the calling thread.
+    The block has runtimes, streams and pools of its own, which go when nothing made in it is left.
+    It belongs to the calling thread.
     """
-    from streamlap.simulation import Checked
-
-    serving = Checked()
-    before = simulation.set(serving)
-    before_cuda = checking_now.set(serving)
-    try:
-        yield serving
-    finally:
-        checking_now.reset(before_cuda)
-        simulation.reset(before)
-
-
-@contextlib.contextmanager
-def _serve(count: int | None, serving: Simulation | None) -> Iterator[Simulation | None]:
-    token = _logical.set(count)
-    before = simulation.set(serving)
-    if serving is not None:
-        simulations.append(serving)
-    try:
-        yield serving
-    finally:
-        if serving is not None:
-            simulations.remove(serving)
-        simulation.reset(before)
-        _logical.reset(token)
-
-
-def help_simulations() -> bool:
-    """Let a simulation move, for a thread that waits for an item; False where none can."""
-    return bool(simulations) and any(serving.help() for serving in simulations)
-
-
-@functools.cache
-def host_runtime() -> _native.Runtime:
-    """Return the runtime on worker threads."""
-    return _native.host_runtime()
-
-
-def cuda_runtime() -> _native.Runtime:
-    """Return the CUDA runtime; raise DeviceError with the reason where there is none."""
-    try:
-        return _cuda_runtime()
-    except StreamlapError as error:
-        if not torch.cuda.is_available():
-            raise DeviceError(f"no GPU can be used: {error}") from None
-        raise DeviceError(f"torch can use a GPU here, but streamlap cannot: {error}") from None
-
-
-@functools.cache
-def _cuda_runtime() -> _native.Runtime:
-    return _native.cuda_runtime()
-
-
-def cuda_reason() -> str:
-    """Return why no GPU can be used; empty where one can."""
-    if torch.version.hip is not None:
-        return "this torch is built for ROCm; streamlap serves NVIDIA GPUs"
-    return _native.cuda_reason()
+    return serve(Checked())
 
 
 def place_of(device: torch.device, position: int = 0) -> Place:
@@ -376,40 +266,6 @@ def _device_of(stream: StreamLike, default: int) -> int:
     return own if isinstance(own, int) and own >= 0 else default
 
 
-@functools.cache
-def compute_stream(place: Place) -> _native.Stream:
-    """Return the worker that computes for a logical CPU device."""
-    return place.runtime.stream(place.index, "compute")
-
-
-class _Delivery:
-    """A callable for a worker, whose waiter is told if it is dropped without having run."""
-
-    def __init__(self, run: Callable[[], object], lost: Callable[[Exception], object]) -> None:
-        self._run = run
-        self._lost: Callable[[Exception], object] | None = lost
-
-    def __call__(self) -> None:
-        self._lost = None
-        self._run()
-
-    def __del__(self) -> None:
-        if self._lost is not None and not _native.ending():
-            self._lost(DeviceError("the worker failed before it came to this item"))
-
-
-def compute_on(
-    place: Place, run: Callable[[], object], lost: Callable[[Exception], object]
-) -> None:
-    """Let the worker of a logical CPU device call ``run``; if it never will, ``lost(error)``.
-
-    What left an earlier callable is not this one's error, and is taken off the worker.
-    """
-    stream = compute_stream(place)
-    stream.reset_error()
-    stream.launch(_Delivery(run, lost))
-
-
 def require_no_capture(stream: _native.Stream | None, operation: str) -> None:
     """Raise CaptureError while a CUDA graph is captured on ``stream``; the capture stays good."""
     if stream is not None and stream.capturing():
@@ -476,7 +332,6 @@ def synchronize(device: str | int | torch.device | None = None) -> None:
         return
     for index in dict(streams_in_use()):
         torch.cuda.synchronize(index)  # site: devices.synchronize_torch
-    serving = simulation.get()
-    host = host_runtime() if serving is None else serving.place(0).runtime
+    host = current.get().runtime()
     for index in range(MAX_LOGICAL):
         host.synchronize(index)  # site: devices.synchronize_host

@@ -20,57 +20,49 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast
 
 from streamlap import _native
-from streamlap.devices import Place, checking_now, cuda_runtime, host_place, simulation
 from streamlap.errors import InvalidArgument, InvalidType
-from streamlap.pinned import PinnedPool
-from streamlap.simulation import Checked, OwnPool
+from streamlap.serving import Serving, cuda_runtime, current, serve
 
 _lock = threading.Lock()
 
 
-class _Side:
-    """One runtime on which calls fail, its places and its pool."""
-
-    def __init__(self, inner: _native.Runtime) -> None:
-        self.runtime = _native.FaultyRuntime(inner)
-        self.places: dict[int, Place] = {}
-        self.pool: PinnedPool = OwnPool(self.runtime)
+@functools.cache
+def _on_gpus() -> tuple[_native.FaultyRuntime, _native.Engine]:
+    """Return what serves GPUs in every block: streams of the driver live to the process's end."""
+    runtime = _native.FaultyRuntime(_native.checked(cuda_runtime()))
+    return runtime, _native.engine(runtime)
 
 
-# One for each runtime, used again by later blocks: streams live to the end of the process.
-_side = functools.cache(_Side)
-
-
-class _Faulty:
+class _Faulty(Serving):
     """What serves in a block of :func:`injected`."""
 
-    def __init__(self) -> None:
-        self._inner = host_place(0)
-        self.sides = {False: _side(self._inner.runtime)}
+    def __init__(self, outer: Serving, cuda: bool) -> None:
+        super().__init__(outer)
+        self.simulated = outer.simulated
+        self.runtimes: list[_native.FaultyRuntime] = []
+        self._cuda = cuda
+        for gpus in (False, True)[: 1 + cuda]:
+            self.runtime(gpus)
 
-    def place(self, index: int, cuda: bool = False) -> Place:
-        """Return a device whose calls may fail."""
-        if cuda and cuda not in self.sides:
-            self.sides[cuda] = _side(cuda_runtime())
-        places = self.sides[cuda].places
-        if index not in places:
-            places[index] = Place(self.sides[cuda].runtime, index, cast("Checked", self))
-        return places[index]
-
-    def pool_of(self, place: Place) -> PinnedPool:
-        """Return the pool for results of ``place``."""
-        return self.sides[place.is_cuda].pool
+    def _make_runtime(self, cuda: bool) -> _native.Runtime | None:
+        assert self.outer is not None
+        if cuda and not self._cuda:
+            return None
+        if cuda:
+            made, _engine = _on_gpus()
+        else:
+            # Worker threads of its own, which end with the block; a simulation's do anyway.
+            inner = self.outer.runtime() if self.simulated else _native.new_host_runtime()
+            made = _native.FaultyRuntime(inner if self.simulated else _native.checked(inner))
+        self.runtimes.append(made)
+        return made
 
     def now(self) -> float:
-        """Return the seconds on the clock of the runtime beneath."""
-        return self._inner.runtime.now()
-
-    def help(self) -> bool:
-        """Return False: a simulation beneath is asked by itself."""
-        return False
+        """Return the seconds on the clock of what serves outside."""
+        assert self.outer is not None
+        return self.outer.now()
 
 
 class Injection:
@@ -80,9 +72,9 @@ class Injection:
         plan: as it was written.
     """
 
-    def __init__(self, plan: str, sides: list[_Side]) -> None:
+    def __init__(self, plan: str, runtimes: list[_native.FaultyRuntime]) -> None:
         self.plan = plan
-        self._runtimes = [side.runtime for side in sides]
+        self._runtimes = runtimes
 
     @property
     def fired(self) -> int:
@@ -96,6 +88,11 @@ class Injection:
         for runtime in self._runtimes:
             total.update(runtime.counts)
         return dict(total)
+
+    def disarm(self) -> None:
+        """Let nothing fail any more in the rest of the block, not even after ``sticky``."""
+        for runtime in self._runtimes:
+            runtime.disarm()
 
     @property
     def sites(self) -> list[str]:
@@ -126,21 +123,14 @@ def injected(plan: str = "", *, cuda: bool = False) -> Iterator[Injection]:
     if not _lock.acquire(blocking=False):
         raise InvalidArgument("another block of injected() is open")
     try:
-        serving = _Faulty()
-        if cuda:
-            serving.place(0, cuda=True)
-        sides = list(serving.sides.values())
-        for side in sides:
-            side.runtime.arm(plan)
-        before = simulation.set(cast("Checked", serving))
-        before_cuda = checking_now.set(cast("Checked", serving)) if cuda else None
-        try:
-            yield Injection(plan, sides)
-        finally:
-            for side in sides:
-                side.runtime.disarm()
-            if before_cuda is not None:
-                checking_now.reset(before_cuda)
-            simulation.reset(before)
+        serving = _Faulty(current.get(), cuda)
+        for runtime in serving.runtimes:
+            runtime.arm(plan)
+        injection = Injection(plan, serving.runtimes)
+        with serve(serving):
+            try:
+                yield injection
+            finally:
+                injection.disarm()
     finally:
         _lock.release()

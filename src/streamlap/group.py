@@ -13,8 +13,9 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree
 from streamlap.batch import Part
 from streamlap.checks import as_callable, as_seconds
-from streamlap.devices import StreamLike, help_simulations
+from streamlap.devices import StreamLike
 from streamlap.errors import InvalidArgument, TransferTimeout
+from streamlap.serving import help_simulations
 from streamlap.transfer import Transfer
 from streamlap.watch import require_alive, run_callback
 
@@ -24,6 +25,9 @@ class _Taken(Exception):
 
 
 _TAKEN = _Taken()
+
+_LOCK = id(_TAKEN)
+"""What a checker knows the slots' lock by."""
 
 
 class Slot:
@@ -42,6 +46,7 @@ class Slot:
         with self._changed:
             if self._transfer is not None or self._error is not None:
                 return
+            _native.released(_LOCK)
             self._transfer, self._error = transfer, error
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
@@ -64,9 +69,10 @@ class Slot:
         """Wait until the item is issued, or will never be; False when the time is over."""
         _native.require_usable()
         if self.filled:
+            _native.acquired(_LOCK)
             return True
         with observe.waiting("compute"):
-            return self._settle(timeout)
+            return self._settle(timeout)  # site: group.settle
 
     def _settle(self, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -81,11 +87,12 @@ class Slot:
                 if not self.filled:
                     self._changed.wait(min(left, 0.05))  # site: group.nap
             require_alive()  # without the lock: it may not come back
+        _native.acquired(_LOCK)
         return True
 
     def get(self, timeout: float | None = None) -> Transfer:
         """Wait for the item to be issued and return its transfer; raise what stopped it."""
-        if not self.settle(timeout):
+        if not self.settle(timeout):  # site: group.get_settles
             raise TransferTimeout(f"an item was not computed within {timeout} s")
         with self._changed:
             if self._error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -12,9 +13,12 @@ import torch
 
 from streamlap import _native
 from streamlap._version import __version__
-from streamlap.devices import cuda_reason, devices
-from streamlap.pinned import pool_stats
+from streamlap.devices import cuda_reason, cuda_runtime, devices
+from streamlap.pinned import PinnedPool, pool_stats
+from streamlap.serving import host_runtime
 from streamlap.sizes import format_size
+
+_TRIAL_BYTES = 64 << 20
 
 _EXAMPLES = """\
 examples:
@@ -56,8 +60,12 @@ def collect() -> dict[str, Any]:
     """Return everything that the command shows, ready for JSON."""
     probe = _native.cuda_probe()
     pools = {"cpu": pool_stats("cpu")}
+    how = {"cpu": host_runtime().pinned_how}
     if not cuda_reason():
+        with contextlib.suppress(MemoryError):  # one large block, so that it is known how fast
+            PinnedPool(_TRIAL_BYTES).empty(_TRIAL_BYTES, torch.uint8)
         pools["cuda"] = pool_stats("cuda")
+        how["cuda"] = cuda_runtime().pinned_how
     return {
         "versions": versions(),
         "devices": [vars(device) for device in devices()],
@@ -69,6 +77,7 @@ def collect() -> dict[str, Any]:
             "driver_cuda_version": _cuda_version(int(probe["driver_version"])),
         },
         "pools": pools,
+        "pools_made_of": how,
         "pool_limit_from": _limit_source(),
     }
 
@@ -115,7 +124,8 @@ def as_text(found: dict[str, Any]) -> str:
     for name, stats in found["pools"].items():
         lines.append(
             f"  {name:<8}limit {format_size(stats['limit'])}, held {format_size(stats['live'])}, "
-            f"cached {format_size(stats['cached'])}, peak {format_size(stats['peak'])}"
+            f"cached {format_size(stats['cached'])}, peak {format_size(stats['peak'])}; "
+            f"large blocks: {found['pools_made_of'][name]}"
         )
     lines.append(f"  the limit is {found['pool_limit_from']}")
     return "\n".join(lines)

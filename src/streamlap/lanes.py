@@ -21,8 +21,6 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
-    compute_on,
-    compute_stream,
     require_no_capture,
     streams_in_use,
 )
@@ -235,7 +233,8 @@ class InlineLane(Lane):
         transfer._wait_done()  # site: lanes.make_room
 
     def all_issued(self) -> None:
-        self._last_reads = [stream.record() for stream in self._users(None)]  # site: lanes.record_last_reads
+        users = self._users(None)
+        self._last_reads = [user.record() for user in users]  # site: lanes.record_last_reads
 
     def read_source(self, stream: StreamLike) -> None:
         for writer in self._users(stream):
@@ -269,7 +268,7 @@ class HostLane(Lane):
         self.slots = [Slot() for _ in range(n)]
         self._started = False
         self._modes = modes
-        self._compute = compute_stream(job.place)
+        self._compute = job.place.compute_stream()
 
     def start(self) -> None:
         if self.slots:
@@ -283,7 +282,7 @@ class HostLane(Lane):
         super().fail(error)
 
     def _launch(self, index: int) -> None:
-        compute_on(self._job.place, lambda: self._step(index), self._skipped)
+        self._job.place.compute(lambda: self._step(index), self._skipped)
 
     def _skipped(self, error: Exception) -> None:
         self._control.stop(error)

@@ -13,8 +13,6 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree, flatten
 from streamlap.devices import (
     Place,
-    compute_on,
-    compute_stream,
     cuda_in_use,
     current_stream,
     place_of,
@@ -133,7 +131,7 @@ def _issue(
     modes = CallerModes()
 
     def compute_and_copy() -> Transfer:
-        with observe.compute(worker, index, compute_stream(worker)):
+        with observe.compute(worker, index, worker.compute_stream()):
             value = fn(item)
         return start_copy(value, None, pin, dtype, pool, worker)
 
@@ -149,5 +147,5 @@ def _issue(
             control.stop(Stopped("an earlier item failed"))
             slot.fill(None, _raised(error, index))
 
-    compute_on(worker, compute, lambda error: slot.fill(None, annotate(error, index)))
+    worker.compute(compute, lambda error: slot.fill(None, annotate(error, index)))
     return True

@@ -9,21 +9,22 @@ from collections.abc import Sequence
 import torch
 
 from streamlap import _native, observe, watch
-from streamlap.checks import as_count, as_dtype
+from streamlap.checks import as_count, as_dtype, as_flag
 from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
     cuda_place,
-    cuda_reason,
     cuda_runtime,
-    host_runtime,
     parse_device,
     place_of,
-    simulation,
 )
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
+from streamlap.serving import current
 from streamlap.sizes import default_pinned_limit, parse_size
+
+AHEAD_BYTES = 8 << 20
+"""Less than this grows sooner than a thread gets going."""
 
 
 class PinnedPool:
@@ -55,17 +56,24 @@ class PinnedPool:
             )
         self._lock = threading.Lock()
         self._native: _native.Pool | None = None
+        self._runtime: _native.Runtime | None = None  # None: whose serves at the first use
 
-    def _runtime(self) -> _native.Runtime:
-        return cuda_runtime() if torch.cuda.is_available() and not cuda_reason() else host_runtime()
+    @classmethod
+    def _of(cls, runtime: _native.Runtime) -> PinnedPool:
+        """Return a pool of one runtime's memory."""
+        made = cls()
+        made._runtime = runtime
+        return made
 
     def _pool(self) -> _native.Pool:
         _native.require_usable()
         if self._native is None:
+            runtime = self._runtime or current.get().pool._runtime
+            assert runtime is not None
             with self._lock:
                 if self._native is None:
                     limit = self._given if self._given is not None else default_pinned_limit()
-                    self._native = _native.Pool(self._runtime(), limit)
+                    self._native = _native.Pool(runtime, limit)
         return self._native
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -88,7 +96,9 @@ class PinnedPool:
             return tensor if stride is None else tensor.as_strided(shape, stride)
         block = self._allocate(count * dtype.itemsize)
         flat = torch.frombuffer(block, dtype=dtype, count=count)
-        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+        if stride is not None:
+            return flat.as_strided(shape, stride)
+        return flat if len(shape) == 1 else flat.view(shape)  # a view costs as much as the block
 
     def _allocate(self, nbytes: int) -> _native.Block:
         recorder = observe.recorder
@@ -115,6 +125,25 @@ class PinnedPool:
         return pool.has_room(nbytes, count) or (
             self._refresh_limit() and pool.has_room(nbytes, count)
         )
+
+    def _grow_ahead(self, nbytes: int, count: int) -> _native.Growth | None:
+        """Begin to make ``count`` blocks for ``nbytes`` in the background, if that is worth it.
+
+        Whoever asks for one of them meanwhile waits for the next. To be cancelled, if not None,
+        when the caller needs no more.
+        """
+        return self._pool().grow_ahead(nbytes, count) if nbytes * count >= AHEAD_BYTES else None
+
+    def _prewarm(self, nbytes: int, count: int, wait: bool) -> None:
+        self._has_room(nbytes, count)  # for the limit that it refreshes
+        growth = self._pool().prewarm(nbytes, count)
+        if growth is None or not wait:
+            return
+        try:
+            growth.wait()
+        except BaseException:
+            growth.cancel()
+            raise
 
     def _refresh_limit(self) -> bool:
         """Raise a default limit if the machine's memory has grown, as virtual machines' does.
@@ -148,15 +177,20 @@ class PinnedPool:
     def stats(self) -> dict[str, int]:
         """Return the pool's figures, all taken at one moment.
 
-        Bytes: ``limit``, ``reserved`` (= ``live`` + ``in_flight`` + ``cached``), ``live`` (held),
-        ``in_flight`` (let go, work not done), ``cached`` (ready for reuse), ``waste`` (rounding of
-        what is held), ``peak`` (most ever reserved). Counts: ``live_blocks``, ``hits``, ``misses``.
+        Bytes: ``limit``, ``reserved`` (= ``live`` + ``in_flight`` + ``cached`` + ``growing``),
+        ``live`` (held), ``in_flight`` (let go, work not done), ``cached`` (ready for reuse),
+        ``growing`` (being reserved), ``waste`` (rounding of what is held), ``peak`` (most ever
+        reserved). Counts: ``live_blocks``, ``slabs`` (reservations, each of one block or of several
+        that are smaller than 1 MiB), ``hits``, ``misses``.
         """
         return self._pool().stats()
 
     def trim(self) -> int:
-        """Give cached memory back to the system; return the bytes given back."""
-        return self._pool().trim()
+        """Give cached memory back to the system; return the bytes given back.
+
+        Small blocks (below 1 MiB) share a reservation, which stays while one of them is in use.
+        """
+        return 0 if self._native is None else self._native.trim()
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -165,33 +199,9 @@ class PinnedPool:
         return f"PinnedPool(limit={stats['limit']}, live={stats['live']}, cached={stats['cached']})"
 
 
-class _RuntimePool(PinnedPool):
-    """The pool that serves one runtime by default."""
-
-    def __init__(self, cuda: bool) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def _runtime(self) -> _native.Runtime:
-        return cuda_runtime() if self._cuda else host_runtime()
-
-
-_cuda_pool = _RuntimePool(cuda=True)
-_host_pool = _RuntimePool(cuda=False)
-
-
 def pool_for(place: Place) -> PinnedPool:
     """Return the default pool for results of ``place``."""
-    if place.simulation is not None:
-        return place.simulation.pool_of(place)
-    return _cuda_pool if place.is_cuda else _host_pool
-
-
-def _default_pool() -> PinnedPool:
-    serving = simulation.get()
-    if serving is not None:
-        return serving.pool_of(serving.place(0))
-    return _cuda_pool if torch.cuda.is_available() and not cuda_reason() else _host_pool
+    return place.pool
 
 
 def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -232,7 +242,44 @@ def empty_pinned(
     tensor and let go of the block elsewhere. Thread-safe.
     """
     watch.enter()
-    return (as_pool(pool) or _default_pool()).empty(shape, dtype)
+    return (as_pool(pool) or current.get().pool).empty(shape, dtype)
+
+
+def prewarm(
+    nbytes: int | str,
+    *,
+    block: int | str | None = None,
+    pool: PinnedPool | None = None,
+    wait: bool = True,
+) -> None:
+    """Reserve page-locked memory now, so that later results find it in the pool.
+
+    Afterwards ``nbytes`` in blocks of the size ``block`` are ready for reuse, or in use by work in
+    flight; what lay ready before counts. A block serves requests of about its own size only: for
+    50 results of 64 MB that is ``prewarm(50 * 64_000_000, block=64_000_000)``.
+
+    Args:
+        nbytes: bytes in all, rounded up to whole blocks; an int or a string like ``"3GiB"``.
+        block: bytes of one block; all of it in one if left out.
+        pool: which pool; the process's own if left out.
+        wait: False returns at once, and threads of the pool's own do it. Whoever asks for such a
+            block meanwhile waits for the next one. Memory that the system refuses is then not
+            reserved, without an error; who needs it tries again.
+
+    Raises:
+        PoolExhausted: it does not fit the limit beside what is held. Nothing was reserved.
+        OutOfMemory: the system refused memory. What it had given stays in the pool.
+        InvalidArgument, InvalidType: sizes that are none, or a block larger than ``nbytes``.
+
+    Thread-safe. The interpreter's lock is released, and Ctrl-C ends the wait and what is not begun.
+    Without a GPU it is ordinary memory: addresses are reserved, and pages come when written to.
+    """
+    watch.enter()
+    total = as_count(parse_size(nbytes, "nbytes"), "nbytes", 1)
+    size = total if block is None else as_count(parse_size(block, "block"), "block", 1)
+    if size > total:
+        raise InvalidArgument(f"block ({size} bytes) is larger than nbytes ({total} bytes)")
+    (as_pool(pool) or current.get().pool)._prewarm(size, -(-total // size), as_flag(wait, "wait"))
 
 
 def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
@@ -280,5 +327,5 @@ def pool_stats(device: str | int | torch.device | None = None) -> dict[str, int]
     Thread-safe.
     """
     if device is None:
-        return _default_pool().stats()
+        return current.get().pool.stats()
     return pool_for(place_of(parse_device(device))).stats()

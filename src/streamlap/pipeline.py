@@ -12,7 +12,7 @@ import torch
 from streamlap import _native, foreign, observe, watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
 from streamlap.checks import as_callable, as_count, as_dtype, as_flag, as_pin
-from streamlap.devices import Place, StreamLike, as_stream, compute_on, current_stream, place_of
+from streamlap.devices import Place, StreamLike, as_stream, current_stream, place_of
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted, UnsupportedTensor
 from streamlap.group import Slot, TransferGroup
@@ -109,10 +109,8 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     try:
         for lane in workers:
             slot = Slot()
-            compute_on(
-                checked[lane].place,
-                functools.partial(work, lane, slot),
-                functools.partial(slot.fill, None),
+            checked[lane].place.compute(
+                functools.partial(work, lane, slot), functools.partial(slot.fill, None)
             )
             slots.append(slot)
         with torch.no_grad(), contextlib.ExitStack() as lent:
@@ -228,7 +226,7 @@ def pipelined_run(
             _require_no_capture(stream, "pipelined_run()")
             _require_no_capture(given.stream, "pipelined_run()")  # fn may use it
             if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
-                lanes.append(ProductLane(job, control, stream, timed=not wait))
+                lanes.append(ProductLane(job, control, stream, count, timed=not wait))
             else:
                 lanes.append(InlineLane(job, lane_out, control))
         else:

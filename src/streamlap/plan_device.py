@@ -23,12 +23,11 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
-    current_stream,
     place_of,
     require_no_capture,
 )
 from streamlap.pinned import pool_for
-from streamlap.plan_host import plan_to_cpu
+from streamlap.plan_host import current_after, plan_to_cpu
 
 
 def plan_to_device(
@@ -65,11 +64,7 @@ def plan_to_device(
             require_no_capture(producer, "to_device()")
             if source.stream == foreign.PER_THREAD and producer is not None:
                 # What is packed needs memory: on torch's current stream, see foreign.PER_THREAD.
-                current = current_stream(source_place)
-                require_no_capture(current, "to_device()")
-                assert current is not None
-                current.wait(producer.record())  # site: plan_device.current_after_producer
-                producer = current
+                producer = current_after(producer, source_place, "to_device()")
         own_stream = source_place is not None and source.stream is not None
         with on_stream(producer, source_place or place) if own_stream else contextlib.nullcontext():
             tensor, is_borrowed = _readable(

@@ -70,7 +70,7 @@ def plan_to_cpu(
         producer = None if ignored else _producer(stream if own is None else own, place)
         require_no_capture(producer, "to_cpu()")
         if producer is not None and place.is_cuda and producer.handle == foreign.PER_THREAD:
-            producer = _current_after(producer, place)  # what is packed here needs memory
+            producer = current_after(producer, place, "to_cpu()")  # packing needs memory
         streams[place, own] = producer
         if place.is_cuda and any(out is not None for out in checked):
             for index, handle in streams_in_use():
@@ -165,15 +165,15 @@ def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
     if producer is None or not place.is_cuda or producer.device == place.index:
         return producer
     # A stream of another device: what is packed here must be made on this device, after it.
-    return _current_after(producer, place)
+    return current_after(producer, place, "to_cpu()")
 
 
-def _current_after(producer: _native.Stream, place: Place) -> _native.Stream:
+def current_after(producer: _native.Stream, place: Place, call: str) -> _native.Stream:
     """Return torch's current stream of ``place``, made to wait for ``producer``."""
     current = current_stream(place)
     assert current is not None
-    require_no_capture(producer, "to_cpu()")
-    require_no_capture(current, "to_cpu()")
+    require_no_capture(producer, call)
+    require_no_capture(current, call)
     current.wait(producer.record())  # site: plan_host.current_after_producer
     return current
 

@@ -58,7 +58,7 @@ def _start_copy(
         keep_source=(product, x),  # site: product.keep_source
         keep_destination=dst,  # site: product.keep_destination
     )
-    if place.runtime.checked:
+    if place.checked:
         place.runtime.declare(stream, product.data_ptr(), nbytes, True)
     if not observe.watched():
         return submit(timed=timed), dst
@@ -78,11 +78,21 @@ def _make_room(native: _native.Transfer, stream: _native.Stream) -> None:
 class ProductLane(InlineLane):
     """Products as one lane of several, or behind a handle."""
 
-    def __init__(self, job: Job, control: Control, stream: _native.Stream, timed: bool) -> None:
+    def __init__(
+        self, job: Job, control: Control, stream: _native.Stream, n: int, timed: bool
+    ) -> None:
         super().__init__(job, None, control)
+        self._n = n
+        self._growth: _native.Growth | None = None
         self._timed = timed
         self._stream = stream
         self._pool = job.pool or pool_for(job.place)
+
+    def fail(self, error: BaseException) -> None:
+        """As every lane; and no more memory is made."""
+        if self._growth is not None:
+            self._growth.cancel()
+        super().fail(error)
 
     def _make_room(self, index: int) -> None:
         transfer = self.slots[index].transfer
@@ -94,6 +104,8 @@ class ProductLane(InlineLane):
     def _copy(self, value: torch.Tensor, index: int) -> Transfer:
         if not value.numel():
             return super()._copy(value, index)
+        if index == 0:
+            self._growth = self._pool._grow_ahead(value.nbytes, self._n)
         place = self._job.place
         native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool, self._timed)
         part = Part(native, place, "direct", [0], True, place)
@@ -138,6 +150,7 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
     native: _native.Transfer | None = None
     dst: torch.Tensor | None = None
     product: torch.Tensor | None = None
+    growth: _native.Growth | None = None
     index = 0
     try:
         for index in range(n):
@@ -148,6 +161,7 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
             product = square(x)
             if stream is None:  # only now: the first product has begun
                 stream = place.runtime.adopt(place.index, current_handle(place.index))
+                growth = pool._grow_ahead(product.nbytes, n)
             flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
         for index in range(n):
@@ -163,6 +177,9 @@ def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) ->
         flying.clear()
         native = dst = product = None  # the traceback keeps this frame
         raise
+    finally:
+        if growth is not None:
+            growth.cancel()
     return [result for _transfer, result in flying]
 
 

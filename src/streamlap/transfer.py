@@ -431,7 +431,8 @@ class Transfer:
         for leaf in self._leaves[first:last]:
             if isinstance(leaf, Copied) and leaf.part is not None:
                 with self._waiting(leaf.part):
-                    self._call(leaf.part.native.leaf_sync, leaf.position)  # site: transfer.leaf_sync
+                    native = leaf.part.native
+                    self._call(native.leaf_sync, leaf.position)  # site: transfer.leaf_sync
         self._check_borrowed()
         self._raise_modified()
         values = [

@@ -880,6 +880,35 @@ ON_EACH_RUNTIME(a_late_submit_that_fails_keeps_both_ends_until_its_copies_are_do
   CHECK(*from.gone);
 }
 
+// The second of two copies cannot be issued by the worker, nor can it wait for the first.
+TEST(host_a_failed_late_issue_that_cannot_be_waited_for_is_kept) {
+  struct Broken final : ProxyRuntime {
+    using ProxyRuntime::ProxyRuntime;
+    void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override {
+      if (copies++ > 0) throw Boom();
+      ProxyRuntime::copy_async(dst, src, bytes, stream);
+    }
+    void stream_sync(StreamRef, Site) override { throw Boom(); }
+    std::atomic<int> copies{0};
+  };
+  Lab lab(host_backend());
+  CopyEngine engine(std::make_shared<Broken>(lab.runtime));
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  Keep from;
+  TransferRequest request = request_of(out, source);
+  request.from_host_stream = true;
+  request.policy = {size / 2, 1};
+  request.keep_source = std::move(from.handle);
+  auto transfer = engine.submit(std::move(request));
+  request = {};
+  CHECK_THROWS(in_time(*transfer), Boom);
+  engine.abandon(std::move(transfer));
+  lab.runtime->device_sync(0);
+  CHECK(still_kept(engine));
+  CHECK(!*from.gone);
+}
+
 // Nobody can tell when the copy that was issued will be done.
 TEST(host_a_failed_submit_whose_end_cannot_be_recorded_is_kept) {
   struct Broken final : ProxyRuntime {

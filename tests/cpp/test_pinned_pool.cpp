@@ -2,7 +2,9 @@
 #include "transfer/pinned_pool.h"
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdio>
+#include <functional>
 #include <random>
 #include <set>
 #include <thread>
@@ -26,6 +28,7 @@ class Upstream final : public ProxyRuntime {
 
   void* alloc_pinned(std::size_t bytes) override {
     ++calls;
+    if (on_alloc) on_alloc(bytes);
     if (refuse > 0) {
       --refuse;
       throw Error(ErrorKind::out_of_memory, "refused " + std::to_string(bytes) + " bytes");
@@ -44,6 +47,7 @@ class Upstream final : public ProxyRuntime {
     ProxyRuntime::free_pinned(pointer, bytes);
   }
 
+  std::function<void(std::size_t)> on_alloc;  // in the thread that asks
   std::atomic<std::size_t> held{0};
   std::atomic<std::size_t> most{0};
   std::atomic<std::size_t> cap{plenty};
@@ -65,7 +69,7 @@ struct PoolLab : Lab {
   }
   void add_up() {
     const PoolStats stats = pool->stats();
-    CHECK_EQ(stats.live + stats.in_flight + stats.cached, stats.reserved);
+    CHECK_EQ(stats.live + stats.in_flight + stats.cached + stats.growing, stats.reserved);
     CHECK_EQ(stats.reserved, upstream->held.load());
     CHECK(stats.reserved <= stats.peak);
     CHECK(stats.peak <= stats.limit);
@@ -647,6 +651,350 @@ TEST(the_books_balance_after_anything) {
     lab.add_up();
   }
   gate.reset();
+}
+
+// ---- slabs
+// ----------------------------------------------------------------------------------------
+
+TEST(small_blocks_cost_few_calls) {
+  PoolLab lab(GiB);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::set<std::byte*> addresses;
+  for (int i = 0; i < 2000; ++i) {
+    blocks.push_back(lab.allocate(4096));
+    addresses.insert(blocks.back()->data());
+    std::memset(blocks.back()->data(), i, 4096);
+  }
+  CHECK_EQ(addresses.size(), 2000);
+  for (std::size_t i = 0; i < 2000; ++i) {
+    CHECK(*blocks[i]->data() == static_cast<std::byte>(i));
+    CHECK(*(blocks[i]->data() + 4095) == static_cast<std::byte>(i));
+  }
+  CHECK(lab.upstream->calls < 20);
+  CHECK(lab.upstream->held <= 2 * 2000 * 4096);  // never more idle than in use
+  CHECK_EQ(static_cast<int>(lab.pool->stats().slabs), lab.upstream->calls.load());
+  lab.add_up();
+}
+
+TEST(large_blocks_have_a_slab_each) {
+  PoolLab lab(GiB);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  for (int i = 0; i < 5; ++i) blocks.push_back(lab.allocate(MiB));
+  CHECK_EQ(lab.upstream->calls.load(), 5);
+  CHECK_EQ(lab.upstream->held.load(), 5 * MiB);
+}
+
+TEST(a_small_pool_has_small_slabs) {
+  PoolLab lab(MiB);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::size_t before = 0;
+  for (int i = 0; i < 100; ++i) {
+    blocks.push_back(lab.allocate(4096));
+    CHECK(lab.upstream->held - before <= MiB / 64);
+    before = lab.upstream->held;
+  }
+  // All of the limit can be had, whatever is cut into what.
+  while (lab.pool->has_room(4096, 1)) blocks.push_back(lab.allocate(4096));
+  CHECK_EQ(lab.pool->stats().live, MiB);
+  CHECK_THROWS(lab.pool->try_allocate(4096), PoolExhausted);
+}
+
+TEST(trim_gives_back_empty_slabs_and_no_others) {
+  PoolLab lab(GiB);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  for (int i = 0; i < 256; ++i) blocks.push_back(lab.allocate(4096));
+  auto kept = std::move(blocks.back());
+  *kept->data() = std::byte{7};
+  blocks.clear();
+  const std::size_t before = lab.upstream->held;
+  const std::size_t given = lab.pool->trim();
+  CHECK_EQ(lab.upstream->held.load(), before - given);
+  const PoolStats stats = lab.pool->stats();
+  CHECK_EQ(stats.slabs, 1);
+  CHECK_EQ(stats.live, 4096);
+  CHECK_EQ(stats.cached, 127 * 4096);  // the last slab has as many blocks as those before it
+  CHECK(*kept->data() == std::byte{7});
+  lab.allocate(4096);
+  CHECK_EQ(lab.pool->stats().hits, stats.hits + 1);
+  kept.reset();
+  lab.pool->trim();
+  CHECK_EQ(lab.upstream->held.load(), 0);
+  lab.add_up();
+}
+
+TEST(what_lies_beside_held_blocks_is_not_promised_to_others) {
+  PoolLab lab(MiB);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  for (int i = 0; i < 256; ++i) blocks.push_back(lab.allocate(4096));
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (i % 4 != 0) blocks[i].reset();
+  }
+  // 64 blocks are held, in slabs of four at most; the other three are of no use for larger ones.
+  const PoolStats stats = lab.pool->stats();
+  CHECK_EQ(stats.live, 256 * KiB);
+  CHECK(!lab.pool->has_room(MiB / 2 + MiB / 4, 1));
+  CHECK(lab.pool->has_room(4096, 192));
+  CHECK(!lab.pool->has_room(4096, 193));
+  CHECK_THROWS(lab.pool->try_allocate(MiB / 2 + MiB / 4), PoolExhausted);
+  while (lab.pool->has_room(4096, 1)) blocks.push_back(lab.allocate(4096));
+  CHECK_EQ(lab.pool->stats().live, MiB);
+  lab.add_up();
+}
+
+TEST(a_refused_slab_leaves_nothing_behind) {
+  PoolLab lab(GiB);
+  auto first = lab.allocate(4096);
+  auto second = lab.allocate(4096);
+  for (int round = 0; round < 10; ++round) {
+    lab.upstream->refuse = 1;
+    CHECK_THROWS(lab.pool->try_allocate(4096), Error);
+    CHECK_EQ(lab.pool->stats().reserved, 2 * 4096);
+    lab.add_up();
+  }
+  auto third = lab.allocate(4096);
+  auto fourth = lab.allocate(4096);
+  CHECK_EQ(lab.pool->stats().hits, 1);
+  lab.add_up();
+}
+
+// ---- growth ahead
+// ----------------------------------------------------------------------------------------
+
+TEST(prewarmed_blocks_are_hits) {
+  for (std::size_t bytes : {16 * KiB, 4 * MiB}) {
+    PoolLab lab(GiB);
+    lab.pool->prewarm(bytes, 50);
+    const int calls = lab.upstream->calls;
+    CHECK_EQ(lab.pool->stats().cached, 50 * bytes);
+    lab.pool->prewarm(bytes, 50);  // they are there
+    CHECK(lab.pool->grow_ahead(bytes, 20) == nullptr);
+    std::vector<std::unique_ptr<PinnedBlock>> blocks;
+    for (int i = 0; i < 50; ++i) blocks.push_back(lab.allocate(bytes));
+    CHECK_EQ(lab.upstream->calls.load(), calls);
+    CHECK_EQ(lab.pool->stats().hits, 50);
+    CHECK_EQ(lab.pool->stats().misses, 0);
+    lab.add_up();
+  }
+}
+
+TEST(prewarming_beyond_the_limit_makes_nothing) {
+  PoolLab lab(16 * MiB);
+  auto held = lab.allocate(4 * MiB);
+  CHECK_THROWS(lab.pool->prewarm(4 * MiB, 4), PoolExhausted);
+  CHECK_EQ(lab.upstream->calls.load(), 1);
+  lab.pool->prewarm(4 * MiB, 3);
+  CHECK_EQ(lab.upstream->held.load(), 16 * MiB);
+  lab.pool->prewarm(2 * MiB, 2);  // others make room
+  CHECK_EQ(lab.pool->stats().cached, 4 * MiB + 2 * 4 * MiB);
+  CHECK(lab.upstream->most <= 16 * MiB);
+  lab.add_up();
+}
+
+TEST(prewarming_says_what_the_system_refused) {
+  PoolLab lab(GiB);
+  lab.upstream->cap = 10 * MiB;
+  try {
+    lab.pool->prewarm(4 * MiB, 5);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::out_of_memory);
+  }
+  CHECK_EQ(lab.pool->stats().cached, 8 * MiB);
+  CHECK_EQ(lab.pool->stats().growing, 0);
+  lab.add_up();
+  lab.upstream->cap = plenty;
+  lab.pool->prewarm(4 * MiB, 5);
+  CHECK_EQ(lab.pool->stats().cached, 20 * MiB);
+}
+
+namespace {
+
+// Reservations wait here until they are let through.
+class Door {
+ public:
+  void pass() {
+    std::unique_lock lock(mutex_);
+    ++waiting_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return let_ > 0; });
+    --let_;
+  }
+  void let(int count) {
+    std::lock_guard lock(mutex_);
+    let_ += count;
+    changed_.notify_all();
+  }
+  bool reached(int count) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, patience, [&] { return waiting_ >= count; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int waiting_ = 0;
+  int let_ = 0;
+};
+
+std::unique_ptr<PinnedBlock> patiently(PinnedPool& pool, std::size_t bytes) {
+  for (;;) {
+    const auto seen = pool.changes();
+    if (auto block = pool.try_allocate(bytes)) return block;
+    pool.wait_change(seen, 1ms);
+  }
+}
+
+void until_grown(PinnedPool& pool, const Growth& growth) {
+  for (;;) {
+    const auto seen = pool.changes();
+    if (pool.grown(growth)) return;
+    pool.wait_change(seen, patience);
+  }
+}
+
+}  // namespace
+
+TEST(whoever_asks_waits_for_the_block_that_is_being_made) {
+  PoolLab lab(GiB);
+  Door door;
+  const auto here_thread = std::this_thread::get_id();
+  lab.upstream->on_alloc = [&](std::size_t) {
+    CHECK(std::this_thread::get_id() != here_thread);
+    door.pass();
+  };
+  auto growth = lab.pool->grow_ahead(4 * MiB, 3);
+  CHECK(growth != nullptr);
+  CHECK(door.reached(2));
+  CHECK(lab.pool->busy());
+  CHECK(lab.pool->try_allocate(4 * MiB) == nullptr);
+  CHECK(!lab.pool->grown(*growth));
+  door.let(1);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  blocks.push_back(patiently(*lab.pool, 4 * MiB));
+  CHECK(!lab.pool->grown(*growth));
+  door.let(2);
+  blocks.push_back(patiently(*lab.pool, 4 * MiB));
+  blocks.push_back(patiently(*lab.pool, 4 * MiB));
+  until_grown(*lab.pool, *growth);
+  CHECK(!lab.pool->busy());
+  CHECK_EQ(lab.upstream->calls.load(), 3);
+  CHECK_EQ(lab.pool->stats().misses, 0);
+  lab.add_up();
+}
+
+TEST(other_sizes_do_not_wait_for_growth) {
+  PoolLab lab(GiB);
+  Door door;
+  lab.upstream->on_alloc = [&](std::size_t bytes) {
+    if (bytes == 4 * MiB) door.pass();
+  };
+  auto growth = lab.pool->grow_ahead(4 * MiB, 1);
+  CHECK(door.reached(1));
+  CHECK(lab.allocate(2 * MiB) != nullptr);
+  door.let(1);
+  until_grown(*lab.pool, *growth);
+}
+
+TEST(what_is_cancelled_is_not_begun) {
+  PoolLab lab(GiB);
+  Door door;
+  lab.upstream->on_alloc = [&](std::size_t) { door.pass(); };
+  auto growth = lab.pool->grow_ahead(4 * MiB, 50);
+  CHECK(door.reached(2));
+  lab.pool->cancel(*growth);
+  lab.pool->cancel(*growth);
+  CHECK(!lab.pool->grown(*growth));  // two are being made
+  door.let(2);
+  until_grown(*lab.pool, *growth);
+  CHECK_EQ(lab.upstream->calls.load(), 2);
+  CHECK_EQ(lab.pool->stats().cached, 8 * MiB);
+  CHECK_EQ(lab.pool->stats().growing, 0);
+  lab.upstream->on_alloc = nullptr;
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  for (int i = 0; i < 3; ++i) blocks.push_back(lab.allocate(4 * MiB));  // nobody waits for ever
+  lab.add_up();
+}
+
+TEST(growth_that_is_refused_leaves_the_rest_to_who_needs_it) {
+  PoolLab lab(GiB);
+  lab.upstream->refuse = 1;
+  auto growth = lab.pool->grow_ahead(4 * MiB, 10);
+  CHECK_THROWS(until_grown(*lab.pool, *growth), Error);
+  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  for (int i = 0; i < 10; ++i) blocks.push_back(lab.allocate(4 * MiB));
+  lab.add_up();
+  lab.upstream->refuse = 1;
+  auto again = lab.pool->grow_ahead(2 * MiB, 1);
+  CHECK_THROWS(until_grown(*lab.pool, *again), Error);
+  lab.upstream->cap = lab.upstream->held.load();
+  CHECK_THROWS(lab.pool->try_allocate(2 * MiB), Error);  // and now it is his error
+}
+
+TEST(growth_stops_at_the_limit) {
+  PoolLab lab(16 * MiB);
+  auto growth = lab.pool->grow_ahead(4 * MiB, 10);
+  CHECK_THROWS(until_grown(*lab.pool, *growth), PoolExhausted);
+  CHECK_EQ(lab.pool->stats().cached, 16 * MiB);
+  CHECK(lab.upstream->most <= 16 * MiB);
+  lab.allocate(16 * MiB);  // what lies ready makes room
+  lab.add_up();
+}
+
+TEST(a_pool_that_dies_while_it_grows_gives_all_back) {
+  for (int round = 0; round < 20; ++round) {
+    auto upstream = std::make_shared<Upstream>(host_backend());
+    Door door;
+    upstream->on_alloc = [&](std::size_t) { door.pass(); };
+    auto pool = std::make_shared<PinnedPool>(upstream, GiB);
+    pool->grow_ahead(4 * MiB, 50);
+    CHECK(door.reached(2));
+    std::thread dropping([dropped = std::move(pool)]() mutable { dropped.reset(); });
+    door.let(50);
+    dropping.join();
+    // A worker may be the last to let go of the pool, at the end of what it was at.
+    const auto begin = std::chrono::steady_clock::now();
+    while (upstream.use_count() > 1 && std::chrono::steady_clock::now() - begin < patience) {
+      std::this_thread::yield();
+    }
+    CHECK_EQ(upstream.use_count(), 1);
+    CHECK_EQ(upstream->held.load(), 0);
+    CHECK(upstream->calls <= 50);
+  }
+}
+
+TEST(the_limit_holds_while_many_grow_and_take) {
+  constexpr std::size_t limit = 4 * MiB;
+  PoolLab lab(limit);
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 6; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t);
+      std::vector<std::unique_ptr<PinnedBlock>> mine;
+      for (int i = 0; i < 300; ++i) {
+        const std::size_t bytes = std::size_t{4096} << random() % 8;
+        if (random() % 8 == 0) {
+          auto growth = lab.pool->grow_ahead(bytes, 1 + random() % 20);
+          if (growth && random() % 2 == 0) lab.pool->cancel(*growth);
+        }
+        if (random() % 16 == 0) lab.pool->trim();
+        try {
+          if (auto block = lab.pool->try_allocate(bytes)) {
+            std::memset(block->data(), static_cast<int>(t), bytes);
+            mine.push_back(std::move(block));
+          }
+        } catch (const PoolExhausted&) {
+          mine.clear();
+        }
+        if (mine.size() > 4) mine.erase(mine.begin());
+        for (const auto& block : mine) CHECK(*block->data() == static_cast<std::byte>(t));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  while (lab.pool->busy()) std::this_thread::yield();
+  CHECK(lab.upstream->most <= limit);
+  lab.add_up();
+  lab.allocate(limit);  // nothing was lost on the way
 }
 
 // ---- the same on a device

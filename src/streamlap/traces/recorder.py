@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -12,8 +11,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from streamlap import _native
-from streamlap.devices import Place, simulation
+from streamlap.devices import Place
 from streamlap.observe import Copy
+from streamlap.serving import current
 from streamlap.traces.spans import Span
 
 _LEAST_WAIT = 20e-6  # seconds; below it a wait is what any two operations have between them
@@ -23,8 +23,7 @@ _Key = tuple[str, int]
 
 def _clock() -> float:
     """Return the time that events are placed on: a simulation's, where one serves."""
-    serving = simulation.get()
-    return time.perf_counter() if serving is None else serving.now()
+    return current.get().now()
 
 
 @dataclass
@@ -251,10 +250,10 @@ class _Clock:
         known = self._bases.get(str(place))
         if known is None and not place.is_cuda:
             # Events of a worker know their time; the base is not looked at.
-            event = _idle_stream(place).record()
+            event = place.idle_stream().record()
             known = self._bases[str(place)] = (event, math.nan)
         if known is None:
-            stream = _idle_stream(place)
+            stream = place.idle_stream()
             tries = []
             for _ in range(self._TRIES):
                 before = time.perf_counter()
@@ -273,12 +272,6 @@ class _Clock:
         self, marks: _native.TransferMarks, place: Place
     ) -> tuple[list[float], float, float, float]:
         return marks.times(*self.base(place))
-
-
-@functools.cache
-def _idle_stream(place: Place) -> _native.Stream:
-    """Return a stream that nobody else uses: whatever holds the others, it is idle."""
-    return place.runtime.stream(place.index, "copy")
 
 
 def _or_zero(value: float) -> float:
