@@ -221,13 +221,18 @@ class Outcome(NamedTuple):
     counts: dict[str, int]
 
 
-def sweep(program, where: str, plan: str, cuda: bool = False, kept: int = 0) -> Outcome:
-    """Run a program with a fault; then everything comes back, and it runs without."""
+def sweep(program, where: str, plan: str, cuda: bool = False, may_keep: bool = False) -> Outcome:
+    """Run a program with a fault; then everything comes back, and it runs without.
+
+    All in one block: another one has a pool of its own, in which nothing is ever left.
+    """
     name = f"{program.__name__} {plan}"
     gc.freeze()  # the collector is asked often; it need not look at what was there before
     p = Program(where)
     told, text = None, ""
     with faults.injected(plan, cuda=cuda) as injection, no_hang(name):
+        engines = [engine_of(place) for place in (where, "cpu:1")]
+        before = sum(engine.abandoned() for engine in engines)  # all blocks share a GPU's engine
         try:
             program(p)
         except (StreamlapError, MemoryError, KeyboardInterrupt) as error:
@@ -238,13 +243,13 @@ def sweep(program, where: str, plan: str, cuda: bool = False, kept: int = 0) -> 
         injection.disarm()
         if plan.endswith("sticky") and outcome.fired:
             return outcome
-        engines = [engine_of(place) for place in (where, "cpu:1")]
+        kept, given_up = ((1 << 20), 8) if may_keep else (0, 0)
 
         def gone() -> bool:
             stats = streamlap.pool_stats(where)
-            left = sum(engine.abandoned() for engine in engines)
+            left = sum(engine.abandoned() for engine in engines) - before
             dead = all(ref() is None for ref in p.watched)
-            return dead and stats["live"] <= kept and stats["in_flight"] == 0 and left == 0
+            return dead and stats["live"] <= kept and stats["in_flight"] == 0 and left <= given_up
 
         def collected() -> bool:
             while help_simulations():
@@ -268,7 +273,13 @@ def plans_of(counts: dict[str, int], every: bool):
             yield from (f"{call}:{number}:{mode}" for number in numbers)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+# Ordinary memory comes back from torch's allocator, which tells the checker nothing: after an error
+# that was not the copy's own, the next use of the same bytes looks like a race. These three run on
+# worker threads and on a GPU only.
+IN_SIMULATIONS = [p for p in PROGRAMS if p not in (ordinary, given, pipelined_out)]
+
+
+@pytest.mark.parametrize("program", IN_SIMULATIONS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random(3)"])
 def test_every_call_in_a_simulation(program, schedule):
     with streamlap.use_runtime("sim", schedule=schedule):
@@ -303,9 +314,13 @@ def test_some_calls_on_a_gpu(program):
         # Errors of a real GPU are not taken off a stream, and a lost context ends the process.
         if mode in ("later", "sticky"):
             continue
-        # A block whose last use cannot be recorded is never given to anybody again.
+        # Streams of a GPU serve one block after the other: an error that was never taken off is
+        # the next one's.
+        if (call, mode) == ("stream_reset_error", "always"):
+            continue
+        # What has a last use that cannot be recorded is never given to anybody again.
         may_keep = call in ("event_create", "event_record", "stream_capturing")
-        sweep(program, "cuda:0", plan, cuda=True, kept=(1 << 20) * may_keep)
+        sweep(program, "cuda:0", plan, True, may_keep)
 
 
 def test_what_is_interrupted_is_collected_later():

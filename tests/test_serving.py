@@ -1,5 +1,6 @@
 """What serves a block: who is asked, what goes with the block, and what outlives it."""
 
+import ctypes
 import gc
 import os
 import resource
@@ -34,6 +35,7 @@ def threads() -> int:
 
 
 def resident() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what other tests have let go of is not this one's
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -56,10 +58,14 @@ def use(where: str) -> None:
 
 @pytest.fixture(scope="module")
 def usual_threads():
-    """Those of the process itself, once everything has been used."""
-    use("cpu")
-    if not cuda_reason():
-        use("cuda:0")
+    """Those of the process itself, once everything has been used, by itself and in a block.
+
+    Streams of a GPU are the process's, and so is a worker that serves one block after the other.
+    """
+    for where in ["cpu"] + ["cuda:0"] * (not cuda_reason()):
+        use(where)
+        with streamlap.checking():
+            use(where)
     gc.collect()
     return threads()
 

@@ -21,6 +21,7 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
+    compute_on,
     require_no_capture,
     streams_in_use,
 )
@@ -282,7 +283,7 @@ class HostLane(Lane):
         super().fail(error)
 
     def _launch(self, index: int) -> None:
-        self._job.place.compute(lambda: self._step(index), self._skipped)
+        compute_on(self._job.place, lambda: self._step(index), self._skipped)
 
     def _skipped(self, error: Exception) -> None:
         self._control.stop(error)

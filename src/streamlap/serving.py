@@ -11,7 +11,7 @@ import contextvars
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,22 +23,6 @@ if TYPE_CHECKING:
     from streamlap.pinned import PinnedPool
 
 _making = threading.Lock()
-
-
-class _Delivery:
-    """A callable for a worker, whose waiter is told if it is dropped without having run."""
-
-    def __init__(self, run: Callable[[], object], lost: Callable[[Exception], object]) -> None:
-        self._run = run
-        self._lost: Callable[[Exception], object] | None = lost
-
-    def __call__(self) -> None:
-        self._lost = None
-        self._run()
-
-    def __del__(self) -> None:
-        if self._lost is not None and not _native.ending():
-            self._lost(DeviceError("the worker failed before it came to this item"))
 
 
 class Place:
@@ -71,15 +55,6 @@ class Place:
             with _making:
                 self._compute = self._compute or self.runtime.stream(self.index, "compute")
         return self._compute
-
-    def compute(self, run: Callable[[], object], lost: Callable[[Exception], object]) -> None:
-        """Let that worker call ``run``; if it never will, ``lost(error)`` is called.
-
-        What left an earlier callable is not this one's error, and is taken off the worker.
-        """
-        stream = self.compute_stream()
-        stream.reset_error()
-        stream.launch(_Delivery(run, lost))
 
     def idle_stream(self) -> _native.Stream:
         """Return a stream that nobody else uses: whatever holds the others, it is idle."""

@@ -712,6 +712,24 @@ TEST(host_a_transfer_that_nobody_can_tell_the_end_of_is_kept) {
   CHECK(!*from.gone);
 }
 
+TEST(host_what_is_kept_for_ever_outlives_its_engine) {
+  Lab lab(host_backend());
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  Keep from;
+  {
+    CopyEngine engine(lab.runtime);
+    TransferRequest request = request_of(out, source);
+    request.keep_source = std::move(from.handle);
+    auto transfer = engine.submit(std::move(request));
+    CHECK(in_time(*transfer));
+    transfer->keep_for_ever();
+    engine.abandon(std::move(transfer));
+    CHECK(!engine.expects());
+  }
+  CHECK(!*from.gone);
+}
+
 TEST(host_an_abandoned_transfer_that_failed_is_let_go) {
   Lab lab(host_backend());
   CopyEngine engine(lab.runtime);
