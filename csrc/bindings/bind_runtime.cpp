@@ -106,15 +106,6 @@ py::dict probe() {
   return answer;
 }
 
-// A runtime that cannot be asked any more is not waited for.
-bool is_idle(Runtime& runtime) noexcept {
-  try {
-    return runtime.idle();
-  } catch (...) {
-    return true;
-  }
-}
-
 // Waits until what this process started is idle, then lets everything leak. For the exit handler.
 bool shutdown(double timeout) {
   bool idle = false;

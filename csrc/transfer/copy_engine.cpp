@@ -89,7 +89,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     transfer->empty_ = true;
     return transfer;
   }
-  if (request.direction == Direction::to_host && !request.finish) {
+  if (runtime_->checked() && request.direction == Direction::to_host && !request.finish) {
     for (const CopyItem& item : request.items) {
       if (!item.body) transfer->results_.emplace_back(item.dst, item.bytes);
     }
@@ -257,11 +257,16 @@ CopyEngine::Left CopyEngine::let_go_of_finished() noexcept {
     }
     abandoned_ = std::move(kept);
     abandoned_count_ -= gone;
+    if (gone == 0) return left();
     if (!dropped(site_letting_go)) letting_go_ += gone;
   }
   while (finished) pop(finished);
   OrderLock lock(*runtime_, mutex_, site_lock_reaped);
   if (!dropped(site_letting_go)) letting_go_ -= gone;
+  return left();
+}
+
+CopyEngine::Left CopyEngine::left() const noexcept {
   Left left{abandoned_count_ + letting_go_, letting_go_ > 0};
   for (const Transfer* transfer = abandoned_.get(); transfer; transfer = transfer->next_.get()) {
     left.expected = left.expected || !transfer->kept_for_ever();
