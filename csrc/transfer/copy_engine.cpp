@@ -177,6 +177,8 @@ void CopyEngine::issue_now(Transfer& transfer, TransferRequest& request, Lane& l
 
 void CopyEngine::issue_late(const std::shared_ptr<Transfer>& transfer, TransferRequest request,
                             Lane& lane, const std::vector<EventPtr>& ready) {
+  // Of a transfer whose error could not be taken off when it was issued.
+  runtime_->stream_reset_error(lane.host);
   for (const EventPtr& event : ready) runtime_->stream_wait(lane.host, *event, site_after_host);
   transfer->issued_ = runtime_->event_create(request.device);
   auto shared = std::make_shared<TransferRequest>(std::move(request));
