@@ -247,7 +247,7 @@ def _destination(
     if pin is False:
         made = torch.empty_strided(tensor.shape, stride, dtype=wanted, device="cpu")
         if place.checked:
-            place.runtime.fresh(made.data_ptr(), made.numel() * made.itemsize)
+            place.runtime.fresh(made.data_ptr(), made.nbytes)  # site: plan_host.fresh
         return Copied(made, source.as_numpy), None
     carved = small.take(tensor.shape, wanted, stride)
     if carved is None:
