@@ -273,13 +273,7 @@ def plans_of(counts: dict[str, int], every: bool):
             yield from (f"{call}:{number}:{mode}" for number in numbers)
 
 
-# Ordinary memory comes back from torch's allocator, which tells the checker nothing: after an error
-# that was not the copy's own, the next use of the same bytes looks like a race. These three run on
-# worker threads and on a GPU only.
-IN_SIMULATIONS = [p for p in PROGRAMS if p not in (ordinary, given, pipelined_out)]
-
-
-@pytest.mark.parametrize("program", IN_SIMULATIONS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random(3)"])
 def test_every_call_in_a_simulation(program, schedule):
     with streamlap.use_runtime("sim", schedule=schedule):
@@ -313,10 +307,6 @@ def test_some_calls_on_a_gpu(program):
         call, _number, mode = plan.split(":")
         # Errors of a real GPU are not taken off a stream, and a lost context ends the process.
         if mode in ("later", "sticky"):
-            continue
-        # Streams of a GPU serve one block after the other: an error that was never taken off is
-        # the next one's.
-        if (call, mode) == ("stream_reset_error", "always"):
             continue
         # What has a last use that cannot be recorded is never given to anybody again.
         may_keep = call in ("event_create", "event_record", "stream_capturing")
