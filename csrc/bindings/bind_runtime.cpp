@@ -106,15 +106,6 @@ py::dict probe() {
   return answer;
 }
 
-// A runtime that cannot be asked any more is not waited for.
-bool is_idle(Runtime& runtime) noexcept {
-  try {
-    return runtime.idle();
-  } catch (...) {
-    return true;
-  }
-}
-
 // Waits until what this process started is idle, then lets everything leak. For the exit handler.
 bool shutdown(double timeout) {
   bool idle = false;
@@ -289,6 +280,12 @@ void bind_runtime(py::module_& module) {
             self.declare(stream.ref, reinterpret_cast<const void*>(pointer), bytes, writes);
           },
           py::arg("stream"), py::arg("pointer"), py::arg("nbytes"), py::arg("writes"))
+      .def(
+          "fresh",
+          [](Runtime& self, std::uintptr_t pointer, std::size_t bytes) {
+            self.fresh(reinterpret_cast<void*>(pointer), bytes);
+          },
+          py::arg("pointer"), py::arg("nbytes"))
       .def(
           "host_reads",
           [](Runtime& self, std::uintptr_t pointer, std::size_t bytes) {

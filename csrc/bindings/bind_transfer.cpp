@@ -96,13 +96,12 @@ void hold_stream(const PyTransfer& self, const PyStream& stream) {
   GilRelease released;
   stream.runtime->launch(
       [transfer] {
-        while (!transfer->ended()) {
+        while (transfer->pending()) {
           try {
             transfer->sync_for(std::chrono::seconds(1), false);
           } catch (...) {
             // Whoever asks for the transfer is told. It may be this wait that failed, not the
             // transfer, which then goes on.
-            if (transfer->kept_for_ever()) return;
             transfer->runtime()->poll();
             std::this_thread::yield();
           }

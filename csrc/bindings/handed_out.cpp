@@ -47,6 +47,14 @@ std::shared_ptr<Runtime> hand_out(std::shared_ptr<Runtime> runtime) {
   return handed;
 }
 
+bool is_idle(Runtime& runtime) noexcept {
+  try {
+    return runtime.idle();
+  } catch (...) {
+    return true;
+  }
+}
+
 bool handed_out_idle() {
   std::vector<std::shared_ptr<Runtime>> alive;
   {
@@ -56,11 +64,7 @@ bool handed_out_idle() {
     }
   }
   for (const auto& runtime : alive) {
-    try {
-      if (!runtime->virtual_time() && !runtime->idle()) return false;
-    } catch (...) {
-      // One that cannot be asked any more is not waited for.
-    }
+    if (!runtime->virtual_time() && !is_idle(*runtime)) return false;
   }
   return handed_out().ending == 0;
 }

@@ -28,7 +28,8 @@ class PyBlock {
       if (streams.empty()) return;
       GilRelease released;  // a driver call waits when a stream's queue is full
       for (const PyStream& stream : streams) {
-        // An event would be done at once, but for the next to take this block hardly soon enough.
+        // On an idle stream an event is done, but may not be seen to be when this block is taken
+        // next: the pool would grow in its place.
         const bool idle = !stream.runtime->stream_capturing(stream.ref) &&
                           stream.runtime->stream_idle(stream.ref);
         if (!idle) block_->record_use(stream.ref);

@@ -36,6 +36,8 @@ std::shared_ptr<Runtime> hand_out(std::shared_ptr<Runtime> runtime);
 // True when every one of these that there is, be it on its way out, has nothing left to do.
 // Simulations do not count: they do nothing by themselves.
 bool handed_out_idle();
+// A runtime that cannot be asked any more is not waited for.
+bool is_idle(Runtime& runtime) noexcept;
 
 // The one engine of a runtime, as long as somebody needs it.
 std::shared_ptr<CopyEngine> engine_of(const std::shared_ptr<Runtime>& runtime);

@@ -93,12 +93,14 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
     abandoned_ = false;
     stop = stopped_;
   }
-  std::size_t in_flight = 0;
+  bool in_flight = false;
   std::vector<CopyEngine*> settled;
   for (const Kept& kept : engines) {
-    const std::size_t left = kept.engine->reap();
-    in_flight += left;
-    if (left == 0) settled.push_back(kept.engine.get());
+    if (kept.engine->expects()) {
+      in_flight = true;
+    } else {
+      settled.push_back(kept.engine.get());
+    }
   }
   std::erase_if(watched, [&](Watched& item) {
     bool over = false;
@@ -113,7 +115,7 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
   });
   std::lock_guard lock(mutex_);
   for (Watched& item : watched) watched_.push_back(std::move(item));
-  in_flight_ = in_flight > 0;
+  in_flight_ = in_flight;
   // `engines` lets go of them later, without the lock.
   std::erase_if(engines_, [&](const Kept& kept) {
     return !kept.fresh &&

@@ -61,7 +61,7 @@ CheckedRuntime::~CheckedRuntime() {
 }
 
 StreamRef CheckedRuntime::stream_create(int device, StreamKind kind, bool high_priority) {
-  if (!stock_) return inner_->stream_create(device, kind, high_priority);
+  if (!stock_) return inner()->stream_create(device, kind, high_priority);
   const StreamRef stream = stock_->take(device, kind, high_priority);
   std::lock_guard lock(mutex_);
   taken_.emplace_back(stream, high_priority);
@@ -69,30 +69,30 @@ StreamRef CheckedRuntime::stream_create(int device, StreamKind kind, bool high_p
 }
 
 void* CheckedRuntime::alloc_pinned(std::size_t bytes) {
-  void* pointer = inner_->alloc_pinned(bytes);
+  void* pointer = inner()->alloc_pinned(bytes);
   checker_->fresh(pointer, bytes);
   return pointer;
 }
 
 void CheckedRuntime::free_pinned(void* pointer, std::size_t bytes) noexcept {
   checker_->fresh(pointer, bytes);
-  inner_->free_pinned(pointer, bytes);
+  inner()->free_pinned(pointer, bytes);
 }
 
 void* CheckedRuntime::alloc_device(int device, std::size_t bytes) {
-  void* pointer = inner_->alloc_device(device, bytes);
+  void* pointer = inner()->alloc_device(device, bytes);
   checker_->fresh(pointer, bytes);
   return pointer;
 }
 
 void CheckedRuntime::free_device(int device, void* pointer, std::size_t bytes) noexcept {
   checker_->fresh(pointer, bytes);
-  inner_->free_device(device, pointer, bytes);
+  inner()->free_device(device, pointer, bytes);
 }
 
 bool CheckedRuntime::stream_idle(StreamRef stream) {
   const Clock clock = checker_->stream_knows(stream);
-  if (!inner_->stream_idle(stream)) return false;
+  if (!inner()->stream_idle(stream)) return false;
   if (!dropped(rule_idle)) checker_->learn(clock);
   return true;
 }
@@ -100,7 +100,7 @@ bool CheckedRuntime::stream_idle(StreamRef stream) {
 void CheckedRuntime::stream_sync(StreamRef stream, Site site) {
   const Clock clock = checker_->issue(stream, site);
   try {
-    inner_->stream_sync(stream, site);
+    inner()->stream_sync(stream, site);
   } catch (...) {
     // It threw the stream's error, and so has waited.
     if (!dropped(rule_failed_sync)) checker_->learn(clock);
@@ -112,13 +112,13 @@ void CheckedRuntime::stream_sync(StreamRef stream, Site site) {
 void CheckedRuntime::stream_wait(StreamRef stream, const Event& event, Site site) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock(*checker_);
-  inner_->stream_wait(stream, *checked.inner, site);
+  inner()->stream_wait(stream, *checked.inner, site);
   checker_->issue(stream, site);
   if (!dropped(rule_wait)) checker_->stream_learns(stream, clock);
 }
 
 EventPtr CheckedRuntime::event_create(int device, bool timed) {
-  return std::make_shared<CheckedEvent>(inner_->event_create(device, timed));
+  return std::make_shared<CheckedEvent>(inner()->event_create(device, timed));
 }
 
 void CheckedRuntime::event_record(Event& event, StreamRef stream, Site site) {
@@ -126,7 +126,7 @@ void CheckedRuntime::event_record(Event& event, StreamRef stream, Site site) {
   // Before it can be seen to be done.
   Clock clock = checker_->issue(stream, site);
   if (!dropped(rule_record)) checked.set(std::move(clock), stream);
-  inner_->event_record(*checked.inner, stream, site);
+  inner()->event_record(*checked.inner, stream, site);
 }
 
 bool CheckedRuntime::event_query(const Event& event, Site site) {
@@ -134,7 +134,7 @@ bool CheckedRuntime::event_query(const Event& event, Site site) {
   const Clock clock = checked.clock(*checker_);
   bool done = false;
   try {
-    done = inner_->event_query(*checked.inner, site);
+    done = inner()->event_query(*checked.inner, site);
   } catch (...) {
     if (!dropped(rule_failed_query)) checker_->learn(clock);  // it threw the event's error: done
     throw;
@@ -147,7 +147,7 @@ EventState CheckedRuntime::event_state(const Event& event, Site site) noexcept {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   try {
     const Clock clock = checked.clock(*checker_);
-    const EventState state = inner_->event_state(*checked.inner, site);
+    const EventState state = inner()->event_state(*checked.inner, site);
     const bool passed = state == EventState::passed;
     if (dropped(passed ? rule_state : rule_late_state) == !passed) checker_->learn(clock);
     return state;
@@ -161,7 +161,7 @@ bool CheckedRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock(*checker_);
   try {
-    if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+    if (!inner()->event_sync_for(*checked.inner, timeout, site)) return false;
   } catch (...) {
     if (!dropped(rule_failed_event_sync)) checker_->learn(clock);
     throw;
@@ -171,12 +171,12 @@ bool CheckedRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds
 }
 
 double CheckedRuntime::event_elapsed(const Event& begin, const Event& end) {
-  return inner_->event_elapsed(*static_cast<const CheckedEvent&>(begin).inner,
-                               *static_cast<const CheckedEvent&>(end).inner);
+  return inner()->event_elapsed(*static_cast<const CheckedEvent&>(begin).inner,
+                                *static_cast<const CheckedEvent&>(end).inner);
 }
 
 double CheckedRuntime::event_time(const Event& event) {
-  return inner_->event_time(*static_cast<const CheckedEvent&>(event).inner);
+  return inner()->event_time(*static_cast<const CheckedEvent&>(event).inner);
 }
 
 void CheckedRuntime::copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) {
@@ -187,13 +187,13 @@ void CheckedRuntime::copy_async(void* dst, const void* src, std::size_t bytes, S
   if (!dropped(rule_copy_writes)) {
     checker_->stream_access(stream, "a copy's write", dst, bytes, Mode::write);
   }
-  inner_->copy_async(dst, src, bytes, stream);
+  inner()->copy_async(dst, src, bytes, stream);
 }
 
 void CheckedRuntime::launch(std::function<void()> task, StreamRef stream) {
   Clock clock = checker_->issue(stream, no_site);
   if (dropped(rule_launch)) clock.clear();
-  inner_->launch(
+  inner()->launch(
       [checker = checker_, stream, clock = std::move(clock), task = std::move(task)]() mutable {
         OrderChecker::Task scope(*checker, stream, std::move(clock));
         const std::function<void()> body = std::move(task);  // what it holds dies as the callable
@@ -205,7 +205,7 @@ void CheckedRuntime::launch(std::function<void()> task, StreamRef stream) {
 std::vector<EventPtr> CheckedRuntime::mark_workers(int device) {
   std::vector<EventPtr> events;
   const Clock clock = checker_->device_knows(device);
-  for (EventPtr& inner : inner_->mark_workers(device)) {
+  for (EventPtr& inner : inner()->mark_workers(device)) {
     auto event = std::make_shared<CheckedEvent>(std::move(inner));
     if (!dropped(rule_marks)) event->set(clock, std::nullopt);
     events.push_back(std::move(event));
@@ -215,7 +215,7 @@ std::vector<EventPtr> CheckedRuntime::mark_workers(int device) {
 
 void CheckedRuntime::device_sync(int device) {
   const Clock clock = checker_->device_knows(device);
-  inner_->device_sync(device);
+  inner()->device_sync(device);
   if (!dropped(rule_device_sync)) checker_->learn(clock);
 }
 

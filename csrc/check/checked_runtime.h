@@ -2,44 +2,32 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
 #include "check/order_checker.h"
+#include "runtime/proxy_runtime.h"
 #include "runtime/stream_stock.h"
 
 namespace streamlap::order {
 
-class CheckedRuntime final : public Runtime {
+class CheckedRuntime final : public ProxyRuntime {
  public:
   // With a stock: `inner` outlives this, whose streams come from there and go back.
   explicit CheckedRuntime(std::shared_ptr<Runtime> inner,
                           std::shared_ptr<StreamStock> stock = nullptr)
-      : inner_(std::move(inner)), stock_(std::move(stock)) {}
+      : ProxyRuntime(std::move(inner)), stock_(std::move(stock)) {}
   ~CheckedRuntime() override;
 
   OrderChecker& checker() noexcept { return *checker_; }
-  const std::shared_ptr<Runtime>& inner() const noexcept { return inner_; }
-
-  const char* name() const noexcept override { return inner_->name(); }
-  int device_count() const override { return inner_->device_count(); }
-  bool uses_device_memory() const noexcept override { return inner_->uses_device_memory(); }
-  bool virtual_time() const noexcept override { return inner_->virtual_time(); }
-  void poll() override { inner_->poll(); }
-  bool device_active(int device) override { return inner_->device_active(device); }
-  std::shared_ptr<void> hold_device(int device) override { return inner_->hold_device(device); }
 
   void* alloc_pinned(std::size_t bytes) override;
   void free_pinned(void* pointer, std::size_t bytes) noexcept override;
-  std::string pinned_how() const override { return inner_->pinned_how(); }
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
 
   StreamRef stream_create(int device, StreamKind kind, bool high_priority) override;
-  bool stream_capturing(StreamRef stream) override { return inner_->stream_capturing(stream); }
   bool stream_idle(StreamRef stream) override;
   void stream_sync(StreamRef stream, Site site) override;
   void stream_wait(StreamRef stream, const Event& event, Site site) override;
-  void stream_reset_error(StreamRef stream) override { inner_->stream_reset_error(stream); }
 
   EventPtr event_create(int device, bool timed) override;
   void event_record(Event& event, StreamRef stream, Site site) override;
@@ -51,14 +39,12 @@ class CheckedRuntime final : public Runtime {
 
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
   void launch(std::function<void()> task, StreamRef stream) override;
-  std::unique_ptr<Gate> gate(StreamRef stream) override { return inner_->gate(stream); }
   std::vector<EventPtr> mark_workers(int device) override;
   void device_sync(int device) override;
-  double now() const override { return inner_->now(); }
-  bool idle() override { return inner_->idle(); }
 
   bool checked() const noexcept override { return true; }
   void taken(void* pointer, std::size_t bytes) override;
+  void fresh(void* pointer, std::size_t bytes) override { checker_->fresh(pointer, bytes); }
   void host_reads(const void* pointer, std::size_t bytes) override;
   void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override;
   void lock_acquired(const void* lock, Site site) noexcept override;
@@ -68,7 +54,6 @@ class CheckedRuntime final : public Runtime {
  private:
   class CheckedEvent;
 
-  std::shared_ptr<Runtime> inner_;
   std::shared_ptr<StreamStock> stock_;
   std::mutex mutex_;                               // guards taken_
   std::vector<std::pair<StreamRef, bool>> taken_;  // with their priority, from the stock

@@ -89,7 +89,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     transfer->empty_ = true;
     return transfer;
   }
-  if (request.direction == Direction::to_host && !request.finish) {
+  if (runtime_->checked() && request.direction == Direction::to_host && !request.finish) {
     for (const CopyItem& item : request.items) {
       if (!item.body) transfer->results_.emplace_back(item.dst, item.bytes);
     }
@@ -178,6 +178,8 @@ void CopyEngine::issue_now(Transfer& transfer, TransferRequest& request, Lane& l
 
 void CopyEngine::issue_late(const std::shared_ptr<Transfer>& transfer, TransferRequest request,
                             Lane& lane, const std::vector<EventPtr>& ready) {
+  // Of a transfer whose error could not be taken off when it was issued.
+  runtime_->stream_reset_error(lane.host);
   for (const EventPtr& event : ready) runtime_->stream_wait(lane.host, *event, site_after_host);
   transfer->issued_ = runtime_->event_create(request.device);
   auto shared = std::make_shared<TransferRequest>(std::move(request));
@@ -215,7 +217,15 @@ void CopyEngine::complete(Transfer& transfer, StreamRef copy_stream) {
 }
 
 CopyEngine::~CopyEngine() {
-  while (abandoned_) pop(abandoned_);  // not as one chain of destructors
+  // What is kept for ever outlives its engine, too; reachable, it is no leak to a leak checker.
+  static auto* for_ever = new std::atomic<std::shared_ptr<Transfer>>();
+  while (abandoned_) {  // not as one chain of destructors
+    std::shared_ptr<Transfer> transfer = pop(abandoned_);
+    if (!transfer->kept_for_ever()) continue;
+    transfer->next_ = for_ever->load();
+    while (!for_ever->compare_exchange_weak(transfer->next_, transfer)) {
+    }
+  }
 }
 
 std::shared_ptr<Transfer> CopyEngine::pop(std::shared_ptr<Transfer>& list) noexcept {
@@ -250,11 +260,16 @@ CopyEngine::Left CopyEngine::let_go_of_finished() noexcept {
     }
     abandoned_ = std::move(kept);
     abandoned_count_ -= gone;
+    if (gone == 0) return left();
     if (!dropped(site_letting_go)) letting_go_ += gone;
   }
   while (finished) pop(finished);
   OrderLock lock(*runtime_, mutex_, site_lock_reaped);
   if (!dropped(site_letting_go)) letting_go_ -= gone;
+  return left();
+}
+
+CopyEngine::Left CopyEngine::left() const noexcept {
   Left left{abandoned_count_ + letting_go_, letting_go_ > 0};
   for (const Transfer* transfer = abandoned_.get(); transfer; transfer = transfer->next_.get()) {
     left.expected = left.expected || !transfer->kept_for_ever();

@@ -99,6 +99,7 @@ class CopyEngine {
     bool expected = false;
   };
   Left let_go_of_finished() noexcept;
+  Left left() const noexcept;  // mutex_ held
   std::vector<EventPtr> record_ready(const TransferRequest& request);
 
   std::shared_ptr<Runtime> runtime_;

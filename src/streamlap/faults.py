@@ -89,6 +89,11 @@ class Injection:
             total.update(runtime.counts)
         return dict(total)
 
+    def disarm(self) -> None:
+        """Let nothing fail any more in the rest of the block, not even after ``sticky``."""
+        for runtime in self._runtimes:
+            runtime.disarm()
+
     @property
     def sites(self) -> list[str]:
         """The places in the source of the calls that failed, where they have a name."""
@@ -121,11 +126,11 @@ def injected(plan: str = "", *, cuda: bool = False) -> Iterator[Injection]:
         serving = _Faulty(current.get(), cuda)
         for runtime in serving.runtimes:
             runtime.arm(plan)
+        injection = Injection(plan, serving.runtimes)
         with serve(serving):
             try:
-                yield Injection(plan, serving.runtimes)
+                yield injection
             finally:
-                for runtime in serving.runtimes:
-                    runtime.disarm()
+                injection.disarm()
     finally:
         _lock.release()

@@ -243,9 +243,10 @@ def _destination(
     like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
     stride = like.stride()
     if pin is False:
-        return Copied(
-            torch.empty_strided(tensor.shape, stride, dtype=wanted, device="cpu"), source.as_numpy
-        ), None
+        made = torch.empty_strided(tensor.shape, stride, dtype=wanted, device="cpu")
+        if place.checked:
+            place.runtime.fresh(made.data_ptr(), made.nbytes)  # site: plan_host.fresh
+        return Copied(made, source.as_numpy), None
     carved = small.take(tensor.shape, wanted, stride)
     if carved is None:
         carved = pool._new(tensor.shape, wanted, stride, tensor.numel())

@@ -715,6 +715,24 @@ TEST(host_a_transfer_that_nobody_can_tell_the_end_of_is_kept) {
   CHECK(!*from.gone);
 }
 
+TEST(host_what_is_kept_for_ever_outlives_its_engine) {
+  Lab lab(host_backend());
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  Keep from;
+  {
+    CopyEngine engine(lab.runtime);
+    TransferRequest request = request_of(out, source);
+    request.keep_source = std::move(from.handle);
+    auto transfer = engine.submit(std::move(request));
+    CHECK(in_time(*transfer));
+    transfer->keep_for_ever();
+    engine.abandon(std::move(transfer));
+    CHECK(!engine.expects());
+  }
+  CHECK(!*from.gone);
+}
+
 TEST(host_an_abandoned_transfer_that_failed_is_let_go) {
   Lab lab(host_backend());
   CopyEngine engine(lab.runtime);
@@ -910,6 +928,39 @@ TEST(host_a_failed_late_issue_that_cannot_be_waited_for_is_kept) {
   lab.runtime->device_sync(0);
   CHECK(still_kept(engine));
   CHECK(!*from.gone);
+}
+
+// Its error stays on the worker's stream, and is not the next transfer's.
+TEST(host_a_failed_late_issue_that_cannot_be_taken_off_is_nobody_elses) {
+  struct Broken final : ProxyRuntime {
+    using ProxyRuntime::ProxyRuntime;
+    void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override {
+      if (broken) throw Boom();
+      ProxyRuntime::copy_async(dst, src, bytes, stream);
+    }
+    void launch(std::function<void()> task, StreamRef stream) override {
+      ProxyRuntime::launch(std::move(task), stream);
+      launched = true;
+    }
+    void stream_reset_error(StreamRef stream) override {
+      if (broken && launched) throw Boom();
+      ProxyRuntime::stream_reset_error(stream);
+    }
+    std::atomic<bool> broken{true};
+    bool launched = false;
+  };
+  Lab lab(host_backend());
+  auto broken = std::make_shared<Broken>(lab.runtime);
+  CopyEngine engine(broken);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  TransferRequest request = request_of(out, source);
+  request.from_host_stream = true;
+  CHECK_THROWS(engine.submit(request), Boom);
+  lab.runtime->device_sync(0);
+  broken->broken = false;
+  CHECK(in_time(*engine.submit(request)));
+  CHECK(out->holds(1));
 }
 
 // Nobody can tell when the copy that was issued will be done.

@@ -62,6 +62,12 @@ class Interrupted final : public ProxyRuntime {
   bool at_once = false;
 };
 
+TransferRequest copy_of(Pinned& out, DeviceBytes& source) {
+  TransferRequest request;
+  request.items = {{out.data(), source.data(), size, 1, nullptr}};
+  return request;
+}
+
 struct PoolLab : Lab {
   explicit PoolLab(
       std::shared_ptr<Interrupted> proxy = std::make_shared<Interrupted>(host_backend()))
@@ -206,8 +212,7 @@ TEST(engine_what_is_let_go_of_is_guarded) {
   CopyEngine engine(lab.runtime);
   auto out = lab.pinned(size);
   auto source = lab.device(size, 1);
-  TransferRequest request;
-  request.items = {{out->data(), source->data(), size, 1, nullptr}};
+  TransferRequest request = copy_of(*out, *source);
   std::size_t seen = 0;
   request.keep_source = std::shared_ptr<void>(
       nullptr, [&](void*) { in_another_thread([&] { seen = engine.reap(); }); });
@@ -228,9 +233,7 @@ TEST(engine_issues_one_transfer_at_a_time) {
   lab.hand_over();
   const auto submit = [&](std::size_t i) {
     lab.take_over();
-    TransferRequest request;
-    request.items = {{outs[i]->data(), source->data(), size, 1, nullptr}};
-    CHECK(engine.submit(std::move(request))->sync_for(patience));
+    CHECK(engine.submit(copy_of(*outs[i], *source))->sync_for(patience));
   };
   in_turn(lab, [&] { submit(0); }, [&] { submit(1); });
 }
@@ -254,8 +257,7 @@ TEST(transfer_done_is_told_with_what_was_known) {
   CopyEngine engine(lab.runtime);
   auto out = lab.pinned(size);
   auto source = lab.device(size, 1);
-  TransferRequest request;
-  request.items = {{out->data(), source->data(), size, 1, nullptr}};
+  TransferRequest request = copy_of(*out, *source);
   auto transfer = engine.submit(std::move(request));
   CHECK(transfer->sync_for(patience));
   in_another_thread([&] { CHECK(transfer->sync_for(patience)); });
@@ -272,8 +274,7 @@ TEST(transfer_dies_knowing_what_those_knew_who_let_go) {
   CopyEngine engine(lab.runtime);
   auto out = lab.pinned(size);
   auto source = lab.device(size, 1);
-  TransferRequest request;
-  request.items = {{out->data(), source->data(), size, 1, nullptr}};
+  TransferRequest request = copy_of(*out, *source);
   request.keep_destination =
       std::shared_ptr<void>(nullptr, [&](void*) { lab.runtime->taken(out->data(), size); });
   auto transfer = engine.submit(std::move(request));

@@ -50,6 +50,21 @@ bool refused(Program&& program) {
   }                                                               \
   static void pair_##name(Lab& lab, bool racy)
 
+struct UnderWay {
+  PinnedPtr out;
+  EventPtr copied;
+};
+
+// A copy into page-locked memory that nobody has waited for, behind a gate if one is wanted.
+UnderWay copy_under_way(Lab& lab, std::unique_ptr<Gate>* gate = nullptr) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  if (gate != nullptr) *gate = lab.runtime->gate(stream);
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  return {out, lab.record(stream)};
+}
+
 void wait(Lab& lab, StreamRef stream, const EventPtr& event) {
   lab.runtime->stream_wait(stream, *event, here);
 }
@@ -147,11 +162,7 @@ PAIR(order_along_a_chain) {
 }
 
 PAIR(a_host_that_reads_what_it_has_not_waited_for) {
-  auto out = lab.pinned(size);
-  auto data = lab.device(size, 1);
-  StreamRef stream = lab.copy();
-  lab.runtime->copy_async(out->data(), data->data(), size, stream);
-  EventPtr copied = lab.record(stream);
+  auto [out, copied] = copy_under_way(lab);
   if (!racy) CHECK(lab.in_time(copied));
   lab.runtime->host_reads(out->data(), size);
 }
@@ -272,6 +283,21 @@ TEST(memory_that_came_back_from_the_system_is_nobodys) {
   }
 }
 
+PAIR(memory_that_another_library_gave_again) {
+  auto out = lab.pinned(size);
+  lab.runtime->copy_async(out->data(), lab.device(size, 1)->data(), size, lab.copy());
+  if (!racy) {
+    lab.runtime->device_sync(0);
+    lab.runtime->fresh(out->data(), size);
+  }
+  bool caught = false;
+  std::thread([&] {  // that knows nothing of the wait
+    caught = refused([&] { lab.runtime->taken(out->data(), size); });
+  })
+      .join();
+  if (caught) throw Error(ErrorKind::order, "as it should be");
+}
+
 PAIR(a_write_after_a_read_that_is_declared) {
   auto data = lab.device(size, 1);
   StreamRef theirs = lab.compute();
@@ -322,21 +348,13 @@ PAIR(a_host_that_sees_an_idle_stream) {
 }
 
 PAIR(a_host_that_asks_until_it_is_done) {
-  auto out = lab.pinned(size);
-  auto data = lab.device(size, 1);
-  StreamRef stream = lab.copy();
-  lab.runtime->copy_async(out->data(), data->data(), size, stream);
-  EventPtr copied = lab.record(stream);
+  auto [out, copied] = copy_under_way(lab);
   while (!racy && !lab.runtime->event_query(*copied, here)) lab.runtime->poll();
   lab.runtime->host_reads(out->data(), size);
 }
 
 PAIR(a_host_that_asks_until_it_is_over) {
-  auto out = lab.pinned(size);
-  auto data = lab.device(size, 1);
-  StreamRef stream = lab.copy();
-  lab.runtime->copy_async(out->data(), data->data(), size, stream);
-  EventPtr copied = lab.record(stream);
+  auto [out, copied] = copy_under_way(lab);
   while (!racy && lab.runtime->event_state(*copied, here) != EventState::passed) {
     lab.runtime->poll();
   }
@@ -344,12 +362,8 @@ PAIR(a_host_that_asks_until_it_is_over) {
 }
 
 PAIR(a_host_that_asks_whether_it_is_over_and_is_told_no) {
-  auto out = lab.pinned(size);
-  auto data = lab.device(size, 1);
-  StreamRef stream = lab.copy();
-  auto gate = lab.runtime->gate(stream);
-  lab.runtime->copy_async(out->data(), data->data(), size, stream);
-  EventPtr copied = lab.record(stream);
+  std::unique_ptr<Gate> gate;
+  auto [out, copied] = copy_under_way(lab, &gate);
   CHECK(lab.runtime->event_state(*copied, here) == EventState::pending);
   if (!racy) {
     gate->open();
@@ -359,12 +373,8 @@ PAIR(a_host_that_asks_whether_it_is_over_and_is_told_no) {
 }
 
 PAIR(a_host_that_asks_and_is_told_no) {
-  auto out = lab.pinned(size);
-  auto data = lab.device(size, 1);
-  StreamRef stream = lab.copy();
-  auto gate = lab.runtime->gate(stream);
-  lab.runtime->copy_async(out->data(), data->data(), size, stream);
-  EventPtr copied = lab.record(stream);
+  std::unique_ptr<Gate> gate;
+  auto [out, copied] = copy_under_way(lab, &gate);
   CHECK(!lab.runtime->event_query(*copied, here));
   if (!racy) {
     gate->open();
@@ -427,11 +437,7 @@ void on_a_host_stream(Lab& lab, std::function<void()> body) {
 }  // namespace
 
 PAIR(a_callable_that_reads_what_it_has_not_waited_for) {
-  auto out = lab.pinned(size);
-  auto data = lab.device(size, 1);
-  StreamRef stream = lab.copy();
-  lab.runtime->copy_async(out->data(), data->data(), size, stream);
-  EventPtr copied = lab.record(stream);
+  auto [out, copied] = copy_under_way(lab);
   on_a_host_stream(lab, [&] {
     if (!racy) CHECK(lab.in_time(copied));
     lab.runtime->host_reads(out->data(), size);
