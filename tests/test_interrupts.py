@@ -3,11 +3,17 @@
 The delays come from ``--seed``, and each failure names its own.
 """
 
+import gc
+import importlib
+import pkgutil
 import random
 import re
+import sys
 
 import pytest
 from helpers.processes import Ended, Server
+
+import streamlap
 
 LIFE = 0.6
 """Seconds for which a program works."""
@@ -160,6 +166,29 @@ def test_an_interrupt_at_any_moment_ends_the_program(server, where, name, seed, 
         code = start + PROGRAMS[name] + 'print("end", flush=True)\n'
         ended = server.run(code, 60, "ready", delay)
         assert fault(ended) is None, (fault(ended), f"seed {seed}, delay {delay:.4f} s", ended)
+
+
+def finalizers() -> list[type]:
+    """Return every class of the package that has a ``__del__`` of its own."""
+    found = []
+    for module in pkgutil.iter_modules(streamlap.__path__, "streamlap."):
+        if module.name.rpartition(".")[2].strip("_") in ("main", "native"):
+            continue
+        members = vars(importlib.import_module(module.name)).values()
+        found += [one for one in members if isinstance(one, type) and one.__module__ == module.name]
+    return [one for one in found if "__del__" in vars(one)]
+
+
+def test_what_an_interrupt_left_half_made_dies_quietly(monkeypatch):
+    # An interrupt may come before the first line of __init__; __del__ runs all the same.
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    classes = finalizers()
+    assert classes
+    for one in classes:
+        one.__new__(one)
+        gc.collect()
+        assert not told, one
 
 
 TRACEBACK = "Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n"

@@ -178,29 +178,50 @@ void released_by_all(const void* lock_id) noexcept {
 
 // ---- actors
 
-Actor OrderChecker::actor_of(StreamRef stream) {
-  auto [entry, fresh] = streams_.try_emplace({stream.handle, stream.device}, clocks_.size());
-  if (fresh) {
-    static constexpr const char* kinds[] = {"compute", "copy", "host"};
-    clocks_.emplace_back();
-    tick(clocks_.back(), entry->second);
-    names_.push_back("stream " + std::to_string(streams_.size()) + " (" +
-                     kinds[static_cast<int>(stream.kind)] + ", device " +
-                     std::to_string(stream.device) + ")");
-    sites_.push_back("");
-  }
-  return entry->second;
+Actor OrderChecker::new_actor(Clock& clock, std::string name) {
+  const Actor made = names_.size();
+  tick(clock, made);
+  names_.push_back(std::move(name));
+  sites_.push_back("");
+  return made;
 }
 
-Actor OrderChecker::this_thread() {
-  auto [entry, fresh] = threads_.try_emplace(thread_number(), clocks_.size());
+OrderChecker::Known& OrderChecker::known_to(StreamRef stream) {
+  const auto [entry, fresh] = streams_.try_emplace({stream.handle, stream.device});
+  Known& made = entry->second;
   if (fresh) {
-    clocks_.emplace_back();
-    tick(clocks_.back(), entry->second);
-    names_.push_back("host thread " + std::to_string(threads_.size()));
-    sites_.push_back("");
+    static constexpr const char* kinds[] = {"compute", "copy", "host"};
+    made.actor = new_actor(made.clock, "stream " + std::to_string(streams_.size()) + " (" +
+                                           kinds[static_cast<int>(stream.kind)] + ", device " +
+                                           std::to_string(stream.device) + ")");
   }
-  return entry->second;
+  return made;
+}
+
+OrderChecker::Known& OrderChecker::known_here() {
+  // Of a thread that ends nothing is kept but what it did.
+  struct End {
+    ~End() {
+      std::lock_guard lock(checkers().mutex);
+      for (OrderChecker* checker : checkers().all) checker->thread_ended(thread_number());
+    }
+  };
+  thread_local const End end;
+  return threads_[thread_number()];
+}
+
+OrderChecker::Known& OrderChecker::acting_here() {
+  Known& here = known_here();
+  // A clock is as long as there are actors: who only hands on what others know is none.
+  if (!here.actor) {
+    here.actor = new_actor(here.clock, "host thread " + std::to_string(++acting_threads_));
+  }
+  return here;
+}
+
+void OrderChecker::thread_ended(std::uint64_t number) noexcept {
+  std::lock_guard lock(mutex_);
+  threads_.erase(number);
 }
 
 OrderChecker::Task* OrderChecker::task() const {
@@ -210,13 +231,11 @@ OrderChecker::Task* OrderChecker::task() const {
   return nullptr;
 }
 
-Clock& OrderChecker::clock_of(Actor actor) { return clocks_[actor]; }
-
 OrderChecker::Task::Task(OrderChecker& checker, StreamRef stream, Clock clock)
     : checker_(checker), stream_(stream), actor_(0), clock_(std::move(clock)), outer_(t_task) {
   {
     std::lock_guard lock(checker_.mutex_);
-    actor_ = checker_.actor_of(stream);
+    actor_ = *checker_.known_to(stream).actor;
   }
   if (!dropped(rule_task)) t_task = this;
 }
@@ -230,7 +249,7 @@ OrderChecker::Task::~Task() {
 Clock OrderChecker::known() {
   std::lock_guard lock(mutex_);
   if (const Task* running = task()) return running->clock_;
-  return clock_of(this_thread());
+  return known_here().clock;
 }
 
 void OrderChecker::learn(const Clock& clock) {
@@ -239,46 +258,45 @@ void OrderChecker::learn(const Clock& clock) {
     if (!dropped(rule_learn_task)) join(running->clock_, clock);
     return;
   }
-  const Actor self = this_thread();
-  if (!dropped(rule_learn)) join(clock_of(self), clock);
+  Known& here = known_here();
+  if (!dropped(rule_learn)) join(here.clock, clock);
 }
 
 Clock OrderChecker::issue(StreamRef stream, Site site) {
   std::lock_guard lock(mutex_);
-  const Actor on = actor_of(stream);
+  Known& on = known_to(stream);
   if (Task* running = task()) {
-    if (!dropped(rule_issue_task)) join(clock_of(on), running->clock_);
-    if (!dropped(rule_tick_stream_task)) tick(clock_of(on), on);
+    if (!dropped(rule_issue_task)) join(on.clock, running->clock_);
+    if (!dropped(rule_tick_stream_task)) tick(on.clock, *on.actor);
   } else {
-    const Actor self = this_thread();
-    if (!dropped(rule_issue)) join(clock_of(on), clock_of(self));
-    if (!dropped(rule_tick_stream)) tick(clock_of(on), on);
+    Known& here = acting_here();
+    if (!dropped(rule_issue)) join(on.clock, here.clock);
+    if (!dropped(rule_tick_stream)) tick(on.clock, *on.actor);
     // What the thread does from here on is not before the operation.
-    if (!dropped(rule_tick_thread)) tick(clock_of(self), self);
-    if (*site.name != 0) sites_[self] = site.name;
+    if (!dropped(rule_tick_thread)) tick(here.clock, *here.actor);
+    if (*site.name != 0) sites_[*here.actor] = site.name;
   }
-  if (*site.name != 0) sites_[on] = site.name;
-  return clock_of(on);
+  if (*site.name != 0) sites_[*on.actor] = site.name;
+  return on.clock;
 }
 
 Clock OrderChecker::stream_knows(StreamRef stream) {
   std::lock_guard lock(mutex_);
-  const Actor on = actor_of(stream);
-  return clock_of(on);
+  return known_to(stream).clock;
 }
 
 void OrderChecker::stream_learns(StreamRef stream, const Clock& clock) {
   std::lock_guard lock(mutex_);
-  const Actor on = actor_of(stream);
-  if (!dropped(rule_stream_learns)) join(clock_of(on), clock);
+  Known& on = known_to(stream);
+  if (!dropped(rule_stream_learns)) join(on.clock, clock);
 }
 
 Clock OrderChecker::device_knows(int device) {
   std::lock_guard lock(mutex_);
   Clock all;
-  for (const auto& [key, actor] : streams_) {
+  for (const auto& [key, on] : streams_) {
     const bool asked = key.second == device || dropped(rule_own_device);
-    if (asked && !dropped(rule_device)) join(all, clock_of(actor));
+    if (asked && !dropped(rule_device)) join(all, on.clock);
   }
   return all;
 }
@@ -304,9 +322,9 @@ void OrderChecker::access(const Access& access, const Clock& known, const void* 
 void OrderChecker::stream_access(StreamRef stream, const char* what, const void* data,
                                  std::size_t bytes, Mode mode) {
   std::lock_guard lock(mutex_);
-  const Actor on = actor_of(stream);
-  const Clock& known = clock_of(on);
-  access({on, at(known, on), what, sites_[on], bytes}, known, data, mode);
+  const Known& on = known_to(stream);
+  const Actor self = *on.actor;
+  access({self, at(on.clock, self), what, sites_[self], bytes}, on.clock, data, mode);
 }
 
 void OrderChecker::host_access(const char* what, const void* data, std::size_t bytes, Mode mode) {
@@ -317,9 +335,9 @@ void OrderChecker::host_access(const char* what, const void* data, std::size_t b
            running->clock_, data, mode);
     return;
   }
-  const Actor self = this_thread();
-  const Clock& known = clock_of(self);
-  access({self, at(known, self), what, sites_[self], bytes}, known, data, mode);
+  const Known& here = acting_here();
+  const Actor self = *here.actor;
+  access({self, at(here.clock, self), what, sites_[self], bytes}, here.clock, data, mode);
 }
 
 void OrderChecker::fresh(const void* data, std::size_t bytes) {
@@ -334,8 +352,8 @@ void OrderChecker::acquired(const void* lock_id) {
     if (!dropped(rule_acquired_task)) join(running->clock_, left);
     return;
   }
-  const Actor self = this_thread();
-  if (!dropped(rule_acquired)) join(clock_of(self), left);
+  Known& here = known_here();
+  if (!dropped(rule_acquired)) join(here.clock, left);
 }
 
 void OrderChecker::released(const void* lock_id) {
@@ -344,16 +362,17 @@ void OrderChecker::released(const void* lock_id) {
     if (!dropped(rule_released_task)) join(locks_[lock_id], running->clock_);
     return;
   }
-  const Actor self = this_thread();
-  if (!dropped(rule_released)) join(locks_[lock_id], clock_of(self));
-  if (!dropped(rule_tick_released)) tick(clock_of(self), self);
+  Known& here = known_here();
+  if (!dropped(rule_released)) join(locks_[lock_id], here.clock);
+  if (here.actor && !dropped(rule_tick_released)) tick(here.clock, *here.actor);
 }
 
 void OrderChecker::guarded(const void* lock_id, Site site) noexcept {
   std::lock_guard lock(mutex_);
   const Task* running = task();
-  const Actor self = running != nullptr ? running->actor_ : this_thread();
-  const Clock& known = running != nullptr ? running->clock_ : clock_of(self);
+  const Known* here = running != nullptr ? nullptr : &acting_here();
+  const Actor self = running != nullptr ? running->actor_ : *here->actor;
+  const Clock& known = running != nullptr ? running->clock_ : here->clock;
   Access& last = guarded_[lock_id];
   if (!covers(known, last) && !dropped(rule_guarded)) {
     unguarded_ = std::string("what a lock guards was touched without it: at ") + site.name +
@@ -366,6 +385,11 @@ void OrderChecker::guarded(const void* lock_id, Site site) noexcept {
 std::uint64_t OrderChecker::accesses() const {
   std::lock_guard lock(mutex_);
   return accesses_;
+}
+
+std::size_t OrderChecker::threads() const {
+  std::lock_guard lock(mutex_);
+  return threads_.size();
 }
 
 }  // namespace streamlap::order

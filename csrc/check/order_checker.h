@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,6 +102,7 @@ class OrderChecker {
   void guarded(const void* lock, Site site) noexcept;
 
   std::uint64_t accesses() const;
+  std::size_t threads() const;  // that live and that it keeps a clock of
 
   // While it lives, the calling thread is a callable on a stream, issued when it knew `clock`.
   class Task {
@@ -122,18 +124,25 @@ class OrderChecker {
  private:
   using StreamKey = std::pair<std::uintptr_t, int>;
 
-  Actor actor_of(StreamRef stream);
-  Actor this_thread();
-  Clock& clock_of(Actor actor);
+  struct Known {
+    Clock clock;
+    std::optional<Actor> actor;
+  };
+
+  Actor new_actor(Clock& clock, std::string name);
+  Known& known_to(StreamRef stream);
+  Known& known_here();   // to the calling thread
+  Known& acting_here();  // the same, of a thread whose own accesses count
+  void thread_ended(std::uint64_t number) noexcept;
   Task* task() const;
   void access(const Access& access, const Clock& known, const void* data, Mode mode);
   std::string name_of(Actor actor) const;
 
   mutable std::mutex mutex_;
-  std::map<StreamKey, Actor> streams_;
-  std::map<std::uint64_t, Actor> threads_;
-  std::vector<Clock> clocks_;
-  std::vector<std::string> names_;
+  std::map<StreamKey, Known> streams_;
+  std::map<std::uint64_t, Known> threads_;  // that live
+  std::size_t acting_threads_ = 0;
+  std::vector<std::string> names_;  // of each actor
   std::vector<const char*> sites_;  // the last ordering call of each actor
   std::map<const void*, Clock> locks_;
   std::map<const void*, Access> guarded_;  // by lock: the last touch

@@ -269,9 +269,12 @@ def _device_of(stream: StreamLike, default: int) -> int:
 class _Delivery:
     """A callable for a worker, whose waiter is told if it is dropped without having run."""
 
+    # Of the class: an interrupt may end __init__ before its first line, and __del__ comes yet.
+    _lost: Callable[[Exception], object] | None = None
+
     def __init__(self, run: Callable[[], object], lost: Callable[[Exception], object]) -> None:
         self._run = run
-        self._lost: Callable[[Exception], object] | None = lost
+        self._lost = lost
 
     def __call__(self) -> None:
         self._lost = None

@@ -601,6 +601,47 @@ TEST(host_memory_of_another_thread_that_came_back_is_nobodys) {
   lab.runtime->free_device(0, data, size);
 }
 
+TEST(a_thread_hands_on_what_it_knows_without_doing_anything) {
+  for (bool racy : {false, true}) {
+    order::OrderChecker checker;
+    int byte = 0, first = 0, second = 0;
+    std::thread([&] {
+      checker.host_access("write", &byte, 1, order::Mode::write);
+      checker.released(&first);
+    }).join();
+    const std::size_t actors = checker.known().size();
+    for (int passer = 0; passer < 100; ++passer) {
+      std::thread([&] {
+        if (!racy) checker.acquired(&first);
+        checker.released(&second);
+      }).join();
+    }
+    checker.acquired(&second);
+    CHECK_EQ(refused([&] { checker.host_access("write", &byte, 1, order::Mode::write); }), racy);
+    // Each actor makes every clock longer: a thread that is none costs nothing once it has ended.
+    CHECK(checker.known().size() <= actors + 2);
+    CHECK_EQ(checker.threads(), 1);
+  }
+}
+
+TEST(what_a_thread_did_outlives_it_and_what_it_knew_does_not) {
+  order::OrderChecker checker;
+  std::vector<char> bytes(100);
+  int lock = 0;
+  for (char& byte : bytes) {
+    std::thread([&] {
+      checker.host_access("write", &byte, 1, order::Mode::write);
+      checker.released(&lock);
+    }).join();
+  }
+  CHECK(refused([&] { checker.host_access("write", &bytes[50], 1, order::Mode::write); }));
+  CHECK_EQ(checker.threads(), 1);
+  checker.acquired(&lock);
+  for (char& byte : bytes) {
+    CHECK(!refused([&] { checker.host_access("write", &byte, 1, order::Mode::write); }));
+  }
+}
+
 TEST(streams_of_a_stock_go_to_the_next_runtime_once_they_are_idle) {
   std::shared_ptr<Runtime> shared = make_host_runtime();
   auto stock = std::make_shared<StreamStock>(shared);
