@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = ("test_copy_engine", "test_pinned_pool", "test_order_checker")
+PROGRAMS = ("test_copy_engine", "test_staging", "test_pinned_pool", "test_order_checker")
 SECONDS = 60.0
 """A program that hangs without a call has noticed."""
 

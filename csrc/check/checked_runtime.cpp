@@ -90,7 +90,12 @@ void CheckedRuntime::event_record(Event& event, StreamRef stream, Site site) {
 bool CheckedRuntime::event_query(const Event& event) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock();
-  if (!inner_->event_query(*checked.inner)) return false;
+  try {
+    if (!inner_->event_query(*checked.inner)) return false;
+  } catch (...) {
+    checker_->learn(clock);  // it threw the error of what is done
+    throw;
+  }
   checker_->learn(clock);
   return true;
 }
@@ -99,7 +104,12 @@ bool CheckedRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds
                                     Site site) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock();
-  if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+  try {
+    if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+  } catch (...) {
+    checker_->learn(clock);
+    throw;
+  }
   checker_->learn(clock);
   return true;
 }

@@ -12,24 +12,25 @@ constexpr Site site_begin{"engine.record_begin"};
 constexpr Site site_mark{"engine.record_mark"};
 constexpr Site site_end{"engine.record_end"};
 constexpr Site site_issued{"engine.record_issued"};
-constexpr Site site_failed{"engine.drain_failed_issue"};
 constexpr Site site_failed_now{"engine.record_failed_end"};
 constexpr Site site_failed_after{"engine.failed_finish_after_copies"};
 constexpr Site site_failed_host{"engine.record_failed_finish"};
 constexpr Site site_failed_late{"engine.record_failed_issued"};
 constexpr Site site_finish_after{"engine.finish_after_copies"};
 
-ChunkPlan plan_for(const TransferRequest& request) {
+}  // namespace
+
+ChunkPlan CopyEngine::plan_for(const TransferRequest& request) const {
   std::vector<LeafExtent> leaves;
   leaves.reserve(request.items.size());
   for (const CopyItem& item : request.items) {
     // A body copies its leaf whole.
     leaves.push_back({item.bytes, item.body ? item.bytes : item.element_bytes});
   }
-  return plan_chunks(leaves, request.policy);
+  return plan_chunks(leaves, request.staged
+                                 ? Staging::policy_for(request, staging_options_.slot_bytes)
+                                 : request.policy);
 }
-
-}  // namespace
 
 CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
   std::lock_guard lock(mutex_);
@@ -37,11 +38,40 @@ CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
   if (!slot) {
     auto made = std::make_unique<Lane>();
     made->copy = runtime_->stream_create(device, StreamKind::copy, true);
-    made->blocking = runtime_->stream_create(device, StreamKind::copy, true);
     made->host = runtime_->stream_create(device, StreamKind::host);
     slot = std::move(made);
   }
   return *slot;
+}
+
+std::shared_ptr<Staging> CopyEngine::staging(Lane& lane) {
+  std::lock_guard lock(mutex_);
+  if (!lane.staging) {
+    lane.staging = std::make_shared<Staging>(runtime_, lane.copy.device, staging_options_);
+  }
+  return lane.staging;
+}
+
+std::vector<std::shared_ptr<Staging>> CopyEngine::stagings() const {
+  std::vector<std::shared_ptr<Staging>> all;
+  std::lock_guard lock(mutex_);
+  for (const auto& entry : lanes_) {
+    if (entry.second && entry.second->staging) all.push_back(entry.second->staging);
+  }
+  return all;
+}
+
+std::size_t CopyEngine::staging_bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& staging : stagings()) bytes += staging->bytes();
+  return bytes;
+}
+
+std::size_t CopyEngine::trim_staging() {
+  process::require_usable();
+  std::size_t bytes = 0;
+  for (const auto& staging : stagings()) bytes += staging->trim();
+  return bytes;
 }
 
 StreamRef CopyEngine::copy_stream(int device, Direction direction) {
@@ -63,10 +93,9 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   process::require_usable();
   reap();
   // Each of the three ends a transfer in its own way.
-  if (request.from_host_stream + request.open_ended + static_cast<bool>(request.finish) > 1) {
+  if (request.staged + request.open_ended + static_cast<bool>(request.finish) > 1) {
     throw Error(ErrorKind::invalid_argument,
-                "a transfer has a host stream that issues it, a last step or an open end: one of "
-                "them at most");
+                "a transfer is staged, has a last step or an open end: one of them at most");
   }
   auto transfer = std::make_shared<Transfer>(runtime_, plan_for(request), request.keep_source,
                                              request.keep_destination);
@@ -89,13 +118,16 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   transfer->marks_.push_back(transfer->copied_);
   transfer->end_ = transfer->copied_;
   if (request.finish || request.open_ended) transfer->end_ = runtime_->event_create(device, true);
-  transfer->waits_on_host_ = static_cast<bool>(request.finish);
+  const bool staged_out = request.staged && request.direction == Direction::to_host;
+  transfer->waits_on_host_ = request.finish || staged_out;
+  transfer->reads_on_host_ = request.staged && !staged_out;
+  transfer->read_ = request.staged ? runtime_->event_create(device) : transfer->copied_;
   transfer->whole_only_ = request.finish || request.open_ended;
 
   const std::vector<EventPtr> ready = record_ready(request);
   if (request.traced) transfer->ready_ = ready;
   std::lock_guard order(lane.order);
-  const bool late = request.from_host_stream;
+  const bool late = request.staged;
   try {
     if (late) {
       issue_late(transfer, std::move(request), lane, ready);
@@ -171,16 +203,7 @@ void CopyEngine::issue_late(const std::shared_ptr<Transfer>& transfer, TransferR
   transfer->issued_ = runtime_->event_create(request.device);
   auto shared = std::make_shared<TransferRequest>(std::move(request));
   runtime_->launch(
-      [transfer, shared, stream = lane.blocking] {
-        try {
-          issue(*transfer, *shared, stream);
-          transfer->runtime_->stream_reset_error(stream);
-        } catch (...) {
-          // The error ends the transfer, so its memory must be out of use before it is thrown.
-          transfer->runtime_->stream_sync(stream, site_failed);
-          throw;
-        }
-      },
+      [transfer, shared, staging = staging(lane)] { staging->issue(*transfer, *shared); },
       lane.host);
   runtime_->event_record(*transfer->issued_, lane.host, site_issued);
   runtime_->stream_reset_error(lane.host);
