@@ -25,6 +25,8 @@ SECONDS = 60.0
 # Left out, these change no order. Each has its reason.
 EQUIVALENT = {
     "engine.record_begin": "a time stamp; it orders nothing, and elapsed() tells its absence",
+    "staging.copy_out_after_populate": "pages that are not present come with the first write",
+    "staging.record_populated": "as above",
 }
 
 

@@ -83,8 +83,8 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
   });
 }
 
-// Ordinary memory of its own mapping, on huge pages where there are some. A forked child has its own
-// copy, so it may be unmapped there, too.
+// Ordinary memory of its own mapping, on huge pages where there are some. A forked child has its
+// own copy, so it may be unmapped there, too.
 class PyPages {
  public:
   explicit PyPages(std::size_t bytes)

@@ -81,9 +81,8 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
                                    bool to_device, const std::vector<PyItem>& items,
                                    const std::vector<const PyStream*>& after,
                                    std::size_t chunk_bytes, bool staged,
-                                   const std::vector<std::size_t>& fresh,
-                                   const py::object& finish, bool open_ended,
-                                   const py::object& keep_source,
+                                   const std::vector<std::size_t>& fresh, const py::object& finish,
+                                   bool open_ended, const py::object& keep_source,
                                    const py::object& keep_destination, bool timed, bool traced) {
   TransferRequest request;
   request.device = device;
@@ -257,10 +256,9 @@ void bind_transfer(py::module_& module) {
       .def("source_sync",
            [](const PyTransfer& self) {
              auto transfer = self.get();
-             return wait_sliced(*transfer->runtime(), std::nullopt,
-                                [&](std::chrono::nanoseconds slice) {
-                                  return transfer->source_sync_for(slice);
-                                });
+             return wait_sliced(
+                 *transfer->runtime(), std::nullopt,
+                 [&](std::chrono::nanoseconds slice) { return transfer->source_sync_for(slice); });
            })
       .def("wait_on_stream", &wait_on_stream)
       .def("wait_source_on_stream", &wait_source_on_stream)
@@ -293,9 +291,8 @@ void bind_transfer(py::module_& module) {
 
   py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(module, "Engine")
       .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"),
-           py::arg("items"), py::arg("after"), py::arg("chunk_bytes"),
-           py::arg("staged") = false, py::arg("fresh") = std::vector<std::size_t>(),
-           py::arg("finish") = py::none(),
+           py::arg("items"), py::arg("after"), py::arg("chunk_bytes"), py::arg("staged") = false,
+           py::arg("fresh") = std::vector<std::size_t>(), py::arg("finish") = py::none(),
            py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"),
            py::arg("timed") = true, py::arg("traced") = false)
       .def("complete",

@@ -41,9 +41,9 @@ class CopyEngine {
  private:
   struct Lane {
     StreamRef copy;
-    StreamRef host;  // last steps, and the issue of staged copies
+    StreamRef host;                    // last steps, and the issue of staged copies
     std::shared_ptr<Staging> staging;  // made for the first of these
-    std::mutex order;  // one transfer's calls are issued together
+    std::mutex order;                  // one transfer's calls are issued together
   };
 
   Lane& lane(int device, Direction direction);

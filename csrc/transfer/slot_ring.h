@@ -60,8 +60,8 @@ class SlotRing {
   const std::size_t slot_bytes_;
   const std::size_t most_;
   mutable std::mutex mutex_;
-  Slots in_;   // longest ago first
-  Slots out_;  // taken
+  Slots in_;              // longest ago first
+  Slots out_;             // taken
   bool refused_ = false;  // the system has no more page-locked memory
 };
 

@@ -200,11 +200,10 @@ std::vector<Staging::Present> Staging::populate(const TransferRequest& request) 
     for (std::size_t offset = 0; offset < item.bytes; offset += populate_piece) {
       const StreamRef populator = populators_[next++ % populators_.size()];
       // The memory must outlive this, however the transfer ends.
-      runtime_->launch(
-          [piece = static_cast<std::byte*>(item.dst) + offset,
-           bytes = std::min(populate_piece, item.bytes - offset),
-           keep = request.keep_destination] { pages::populate(piece, bytes, 1); },
-          populator);
+      runtime_->launch([piece = static_cast<std::byte*>(item.dst) + offset,
+                        bytes = std::min(populate_piece, item.bytes - offset),
+                        keep = request.keep_destination] { pages::populate(piece, bytes, 1); },
+                       populator);
       present[i].push_back(runtime_->event_create(device_));
       runtime_->event_record(*present[i].back(), populator, site_populated);
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -55,6 +56,7 @@ class PinnedPool:
             )
         self._lock = threading.Lock()
         self._native: _native.Pool | None = None
+        self._spilled = 0
 
     def _runtime(self) -> _native.Runtime:
         return cuda_runtime() if torch.cuda.is_available() and not cuda_reason() else host_runtime()
@@ -89,6 +91,25 @@ class PinnedPool:
         block = self._allocate(count * dtype.itemsize)
         flat = torch.frombuffer(block, dtype=dtype, count=count)
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+    def _new_or_none(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        stride: Sequence[int] | None,
+        count: int,
+        pin: bool | None,
+    ) -> torch.Tensor | None:
+        """As :meth:`_new`; None past the limit, unless ``pin`` insists on pinned memory."""
+        try:
+            return self._new(shape, dtype, stride, count)
+        except PoolExhausted:
+            if pin:
+                raise
+        with self._lock:
+            self._spilled += 1
+        _warn_once(self.limit)
+        return None
 
     def _allocate(self, nbytes: int) -> _native.Block:
         recorder = observe.recorder
@@ -150,9 +171,10 @@ class PinnedPool:
 
         Bytes: ``limit``, ``reserved`` (= ``live`` + ``in_flight`` + ``cached``), ``live`` (held),
         ``in_flight`` (let go, work not done), ``cached`` (ready for reuse), ``waste`` (rounding of
-        what is held), ``peak`` (most ever reserved). Counts: ``live_blocks``, ``hits``, ``misses``.
+        what is held), ``peak`` (most ever reserved). Counts: ``live_blocks``, ``hits``, ``misses``,
+        and ``spilled``: results that went to ordinary memory because of the limit.
         """
-        return self._pool().stats()
+        return self._pool().stats() | {"spilled": self._spilled}
 
     def trim(self) -> int:
         """Give cached memory back to the system; return the bytes given back."""
@@ -174,6 +196,30 @@ class _RuntimePool(PinnedPool):
 
     def _runtime(self) -> _native.Runtime:
         return cuda_runtime() if self._cuda else host_runtime()
+
+    def stats(self) -> dict[str, int]:
+        engine = _native.engine(self._pool().runtime)
+        return super().stats() | {"staging": engine.staging_bytes()}
+
+    def trim(self) -> int:
+        return super().trim() + _native.engine(self._pool().runtime).trim_staging()
+
+
+_warned = False
+
+
+def _warn_once(limit: int) -> None:
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"the pinned pool's limit of {limit} bytes is reached: more results go to ordinary memory, "
+        "which is slower. Drop results or raise the limit (STREAMLAP_PINNED_LIMIT); pin=True "
+        "raises PoolExhausted instead. This is said once in a process",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 _cuda_pool = _RuntimePool(cuda=True)
@@ -269,6 +315,9 @@ def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
 
 def pool_stats(device: str | int | torch.device | None = None) -> dict[str, int]:
     """Return the figures of the process's own pool: see :meth:`PinnedPool.stats`.
+
+    ``staging`` is beside the limit: bytes in the rings that copies to and from ordinary memory go
+    through, at most 64 MiB for each device and direction.
 
     Args:
         device: ``"cpu"`` or a CUDA device: the pool that serves it; None: the one that

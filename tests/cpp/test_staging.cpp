@@ -60,9 +60,8 @@ struct Leaf {
       }
     }
     unsigned char* far = device ? device->data() : nullptr;
-    item = way == Direction::to_host
-               ? CopyItem{result->data(), far, bytes, element, nullptr}
-               : CopyItem{far, expected->data(), bytes, element, nullptr};
+    item = way == Direction::to_host ? CopyItem{result->data(), far, bytes, element, nullptr}
+                                     : CopyItem{far, expected->data(), bytes, element, nullptr};
   }
 
   // Call when the transfer is done.
@@ -100,17 +99,12 @@ struct GateBefore final : ProxyRuntime {
     if (stream.kind == kind && left-- == 0) {
       gate = ProxyRuntime::gate(stream);
       closed = true;
-      closed.notify_all();
     }
     ProxyRuntime::copy_async(dst, src, bytes, stream);
   }
-  // A simulation closes it when it is moved.
-  void wait_closed(Lab& lab) {
-    if (!lab.runtime->virtual_time()) {
-      closed.wait(false);
-    } else {
-      for (int i = 0; i < 100'000 && !closed; ++i) lab.runtime->poll();
-    }
+  // It is closed when the copies are issued, unless that fails.
+  void wait_closed(Transfer& transfer) {
+    REQUIRE(transfer.issued_for(patience));
     REQUIRE(closed);
   }
   const StreamKind kind;
@@ -223,7 +217,7 @@ ON_EACH_RUNTIME(a_held_dma_leaves_the_destination_as_it_was) {
   CopyEngine engine(held_back, small_ring);
   const Leaf leaf(lab, Direction::to_host, 2 * slot, 1);
   auto transfer = engine.submit(staged(leaf));
-  held_back->wait_closed(lab);
+  held_back->wait_closed(*transfer);
   CHECK(transfer->issued_for(patience));
   CHECK(held(*transfer));
   CHECK(!transfer->source_sync_for(moment));
@@ -239,7 +233,7 @@ ON_EACH_RUNTIME(the_source_is_free_before_the_destination_is_whole) {
   CopyEngine engine(held_back, small_ring);
   const Leaf leaf(lab, Direction::to_host, 2 * slot, 1);
   auto transfer = engine.submit(staged(leaf));
-  held_back->wait_closed(lab);
+  held_back->wait_closed(*transfer);
   CHECK(transfer->source_sync_for(patience));
   CHECK(transfer->waits_on_host());
   CHECK(held(*transfer));
@@ -320,7 +314,7 @@ ON_EACH_RUNTIME(a_leaf_is_there_before_the_leaves_after_it) {
   CHECK(!transfer->leaf_sync_for(1, moment));
   CHECK(!transfer->leaf_done(1));
   CHECK(second.result->holds(poison));
-  held_back->wait_closed(lab);
+  held_back->wait_closed(*transfer);
   held_back->gate->open();
   CHECK(in_time(*transfer));
   CHECK(second.right());
@@ -448,7 +442,6 @@ ON_EACH_THREADED_RUNTIME(a_failed_issue_ends_after_its_copies) {
           gate = ProxyRuntime::gate(stream);
         } else if (copies == 2) {
           failed = true;
-          failed.notify_all();
           throw Boom();
         }
       }
@@ -468,7 +461,10 @@ ON_EACH_THREADED_RUNTIME(a_failed_issue_ends_after_its_copies) {
       TransferRequest request = staged(leaf);
       request.keep_source = std::move(from.handle);
       auto transfer = engine.submit(std::move(request));
-      failing->failed.wait(false);
+      const auto until = std::chrono::steady_clock::now() + patience;
+      while (!failing->failed && std::chrono::steady_clock::now() < until) {
+        REQUIRE(!transfer->issued());
+      }
       CHECK(held(*transfer));
       CHECK(!*from.gone);
       failing->gate->open();
@@ -530,8 +526,8 @@ ON_EACH_RUNTIME(both_ends_live_until_the_last_slot_is_copied_out) {
   auto transfer = engine.submit(std::move(request));
   REQUIRE(transfer->source_sync_for(patience));
   transfer->release_source();
+  held_back->wait_closed(*transfer);
   engine.abandon(std::move(transfer));
-  held_back->wait_closed(lab);
   CHECK_EQ(engine.reap(), 1);
   CHECK(!*to.gone);
   held_back->gate->open();
