@@ -89,12 +89,15 @@ Slot* SlotRing::grow() {
 }
 
 Slot& SlotRing::take() {
-  if (Slot* slot = take_ready()) return *slot;
   Slot* slot = nullptr;
-  {
+  while (slot == nullptr) {
+    if (Slot* ready = take_ready()) return *ready;
     std::lock_guard lock(mutex_);
-    if (in_.empty()) throw Error(ErrorKind::runtime, "every slot of a ring is out");
-    slot = &take_out(in_);
+    if (!in_.empty()) {
+      slot = &take_out(in_);
+    } else if (!out_.empty()) {
+      throw Error(ErrorKind::runtime, "every slot of a ring is out");
+    }  // else they have just been given back, and there is room for a new one
   }
   try {
     sync_event(*runtime_, *slot->busy, site_free);
