@@ -224,14 +224,14 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    ("path", "to_device"), [("driver", False), ("unpack", False), ("unpack", True)]
+    ("path", "to_device"), [("staged", False), ("unpack", False), ("unpack", True)]
 )
 def test_a_batch_asks_for_the_order_of_its_path(path, to_device, monkeypatch):
     engine = Engine()
     monkeypatch.setattr(batch, "external_stream", lambda handle, index: None)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     batch.submit_batch(batch.Batch(), path, gpu(engine), to_device, [], 1 << 20)
-    assert engine.asked["from_host_stream"] is (path == "driver")
+    assert engine.asked["staged"] is (path == "staged")
     assert (engine.asked["finish"] is not None) is (path == "unpack" and not to_device)
     assert engine.completed == ([("native", 5)] if to_device else [])
 

@@ -165,7 +165,8 @@ def pipelined_run(
         out: where results go: ``n`` tensors or arrays, or one with leading dimension ``n``; for a
             list of ``x`` a list of these.
         depth: how many results may be on the device at once; 4 if left out.
-        pin: results in page-locked memory (None, True) or in ordinary memory (False).
+        pin: results in page-locked memory (True), in ordinary memory (False), or (None) in
+            page-locked memory as far as the pool's limit allows and then in ordinary memory.
         dtype: convert results to this dtype on the device.
         panels: how many row panels the last product is cut into; only 1 (None) so far.
         wait: False returns a :class:`Transfer` of ``n`` items as soon as everything is issued
@@ -177,7 +178,7 @@ def pipelined_run(
 
     Raises:
         InvalidArgument, InvalidType: an argument that makes no sense. Nothing was enqueued.
-        PoolExhausted: the results do not fit the pool's limit.
+        PoolExhausted: with ``pin=True``, the results do not fit the pool's limit.
         SourceModified: ``fn`` wrote to a result that it had given before.
         Exception: what ``fn`` raised, the original object, with ``.streamlap_index``. What was in
             flight was waited for, and every buffer given back.
@@ -188,7 +189,7 @@ def pipelined_run(
     torch's current stream, after CuPy's); a ``fn`` of your own runs on the current stream of
     the library that it calls.
 
-    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them. For CPU
+    Thread-safe. The device holds at most ``depth`` results. For CPU
     tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
     for a thread that itself runs a pipeline there (``fn`` itself may run one).
     """
@@ -207,8 +208,14 @@ def pipelined_run(
     checked = [_checked_x(item, fn, position) for position, item in enumerate(inputs)]
     outs = _checked_outs(out, many, count, [given.argument for given in checked], fn, dtype)
     pinned = pin is not False
+    fits = True
     if fn is None and out is None and pinned:
-        _check_room(checked, count, dtype, pool)
+        try:
+            _check_room(checked, count, dtype, pool)
+        except PoolExhausted:
+            if pin:
+                raise
+            fits = False
 
     control = Control()
     modes: CallerModes | None = None
@@ -223,7 +230,8 @@ def pipelined_run(
             stream = job.stream or current_stream(place)
             _require_no_capture(stream, "pipelined_run()")
             _require_no_capture(given.stream, "pipelined_run()")  # fn may use it
-            if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
+            usual = fn is None and lane_out is None and dtype is None and pinned and fits
+            if stream is not None and usual:
                 lanes.append(ProductLane(job, control, stream, count, timed=not wait))
             else:
                 lanes.append(InlineLane(job, lane_out, control))

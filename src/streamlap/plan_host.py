@@ -30,6 +30,7 @@ from streamlap.devices import (
     require_no_capture,
     streams_in_use,
 )
+from streamlap.errors import PoolExhausted
 from streamlap.pinned import PinnedPool, pool_for
 
 
@@ -96,7 +97,7 @@ def plan_to_cpu(
                 source = sources[index]
                 assert source is not None
                 if copied.tensor.numel():
-                    _add_to_cpu(batches, index, copied, stage, source, pin, place, borrowed)
+                    _add_to_cpu(batches, index, copied, stage, source, place, borrowed)
         after = [] if producer is None else [producer]  # site: plan_host.batches_after_producer
         if place.is_cuda and any(checked[index] is not None for index in indices):
             # Whoever reads the destinations so far: copies to any device, on its current stream.
@@ -141,7 +142,12 @@ def _plan_simple(
     producer = _producer(stream if own is None else own, place)
     require_no_capture(producer, "to_cpu()")
     stride = None if contiguous else tensor.stride()
-    dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
+    try:
+        dst = (pool or pool_for(place))._new(tensor.shape, tensor.dtype, stride, count)
+    except PoolExhausted:
+        if pin:
+            raise
+        return None
     copied = Copied(dst, source.as_numpy)
     item = (dst.data_ptr(), tensor.data_ptr(), count * dst.itemsize, dst.itemsize, None)
     submit = functools.partial(
@@ -203,7 +209,9 @@ class _SmallBlock:
         ]
         sizes = [size for size in sizes if 0 < size <= self.LIMIT]
         if len(sizes) > 1:
-            self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
+            # Past the limit each leaf asks for itself.
+            with contextlib.nullcontext() if pin else contextlib.suppress(PoolExhausted):
+                self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
 
     def _room(self, nbytes: int) -> int:
         return (nbytes + self.ALIGN - 1) // self.ALIGN * self.ALIGN
@@ -244,14 +252,30 @@ def _destination(
         return Copied(out, source.as_numpy, given), stage
     like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
     stride = like.stride()
-    if pin is False:
-        return Copied(
-            torch.empty_strided(tensor.shape, stride, dtype=wanted, device="cpu"), source.as_numpy
-        ), None
-    carved = small.take(tensor.shape, wanted, stride)
-    if carved is None:
-        carved = pool._new(tensor.shape, wanted, stride, tensor.numel())
-    return Copied(carved, source.as_numpy), None
+    count = tensor.numel()
+    if pin is not False:
+        pinned = small.take(tensor.shape, wanted, stride)
+        if pinned is None:
+            pinned = pool._new_or_none(tensor.shape, wanted, stride, count, pin)
+        if pinned is not None:
+            return Copied(pinned, source.as_numpy), None
+    ordinary = _new_ordinary(tensor.shape, wanted, stride, count, place)
+    return Copied(ordinary, source.as_numpy, ordinary=True), None
+
+
+MAPPED = 4 << 20
+"""New ordinary memory of so many bytes is a mapping of its own, on huge pages."""
+
+
+def _new_ordinary(
+    shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...], count: int, place: Place
+) -> torch.Tensor:
+    """Return a tensor in ordinary memory; a mapping's pages become present as it is written."""
+    nbytes = count * dtype.itemsize
+    if nbytes < MAPPED or not place.is_cuda:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(_native.Pages(nbytes), dtype=dtype, count=count)
+    return flat.as_strided(shape, stride)
 
 
 def _add_to_cpu(
@@ -260,7 +284,6 @@ def _add_to_cpu(
     copied: Copied,
     stage: torch.Tensor | None,
     source: Source,
-    pin: bool | None,
     place: Place,
     borrowed: list[Source],
 ) -> None:
@@ -287,10 +310,12 @@ def _add_to_cpu(
     if stage is not None:
         batch = batches.setdefault("unpack", Batch())
         batch.last_steps.append((dst, stage))
-    elif (copied.given is None and pin is not False) or dst.is_pinned():
-        batch = batches.setdefault("direct", Batch())
+    elif copied.ordinary or (copied.given is not None and not dst.is_pinned()):
+        batch = batches.setdefault("staged", Batch())
+        if copied.ordinary and dst.nbytes >= MAPPED:
+            batch.fresh.append(len(batch.items))
     else:
-        batch = batches.setdefault("driver", Batch())
+        batch = batches.setdefault("direct", Batch())
     batch.add(index, copied, target, tensor)
     if tensor is not source.tensor:
         # packing has yet to read it, on the producer's stream

@@ -16,6 +16,7 @@ import torch
 from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
+from streamlap.errors import PoolExhausted
 from streamlap.lanes import Control, InlineLane, Job, annotate
 from streamlap.pinned import PinnedPool, pool_for
 from streamlap.transfer import Transfer
@@ -107,7 +108,14 @@ class ProductLane(InlineLane):
         if index == 0:
             self._growth = self._pool._grow_ahead(value.nbytes, self._n)
         place = self._job.place
-        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool, self._timed)
+        try:
+            native, dst = _start_copy(
+                value, self._job.x, place, self._stream, self._pool, self._timed
+            )
+        except PoolExhausted:
+            if self._job.pin:
+                raise
+            return super()._copy(value, index)
         part = Part(native, place, "direct", [0], True, place)
         copied = Copied(dst, self._job.as_numpy, None, part)
         return Transfer([copied], None, [part], [], False)
@@ -141,7 +149,12 @@ def usual_products(
     own_pool = pool_for(place)
     if not own_pool._has_room(shape[0] * shape[0] * x.itemsize, n):
         return None
-    return _run(x, n, usual_depth, place, own_pool)
+    try:
+        return _run(x, n, usual_depth, place, own_pool)
+    except PoolExhausted:  # another thread took the room
+        if pin:
+            raise
+        return None
 
 
 def _run(x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool) -> list[torch.Tensor]:
