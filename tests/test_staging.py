@@ -154,6 +154,21 @@ def test_the_ring_is_bounded_and_given_back(to_device):
     assert eventually(lambda: engine.trim_staging() >= 0 and engine.staging_bytes() == 0)
 
 
+def test_the_ring_is_configured():
+    engine = _native.engine(_native.checked(_native.new_host_runtime()))
+    src = random_bits((3 * MIB + 3,), torch.uint8)
+    dst = torch.zeros_like(src)
+    engine.configure_staging(slots=3, slot_bytes=MIB // 2, threads=2)
+    native = staged_by_hand(engine, dst, src, False)
+    native.sync()
+    assert torch.equal(dst, src)
+    assert max(nbytes for _leaf, _offset, nbytes in native.chunks()) == MIB // 2
+    assert 0 < engine.staging_bytes() <= 3 * MIB // 2
+    for wrong in ((33, 2 * MIB, 1), (0, MIB, 1), (1, 0, 1), (1, MIB, 0)):
+        with pytest.raises(streamlap.InvalidArgument):
+            engine.configure_staging(*wrong)
+
+
 # -- on a GPU
 
 

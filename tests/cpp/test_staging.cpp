@@ -351,6 +351,44 @@ ON_EACH_RUNTIME(slots_in_use_are_not_trimmed) {
   CHECK(leaf.right());
 }
 
+TEST(host_rings_of_one_device_are_bounded) {
+  Lab lab(host_backend());
+  CopyEngine engine(lab.runtime);
+  constexpr std::size_t most = StagingOptions::most_pinned;
+  engine.configure_staging({most / 32, 16, 1, 1});
+  engine.configure_staging({most / 2, 1, 1, 1});
+  for (StagingOptions wrong :
+       {StagingOptions{most / 32, 17, 1, 1}, StagingOptions{most / 2 + 1, 1, 1, 1},
+        StagingOptions{SIZE_MAX, 2, 1, 1}, StagingOptions{2, SIZE_MAX, 1, 1},
+        StagingOptions{0, 1, 1, 1}, StagingOptions{1, 0, 1, 1}, StagingOptions{1, 1, 0, 1},
+        StagingOptions{1, 1, 1, 0}}) {
+    CHECK_THROWS(engine.configure_staging(wrong), Error);
+    CHECK_THROWS(CopyEngine(lab.runtime, wrong), Error);
+  }
+  CHECK_EQ(engine.staging_options().slot_bytes, most / 2);
+}
+
+ON_EACH_THREADED_RUNTIME(a_ring_that_is_configured_anew_serves_what_comes_later) {
+  for (Direction direction : both) {
+    auto held_back = std::make_shared<GateBefore>(lab.runtime, StreamKind::copy, 0);
+    CopyEngine engine(held_back, small_ring);
+    const Leaf before(lab, direction, 2 * slot, 1);
+    const Leaf after(lab, direction, size, 2);
+    auto first = engine.submit(staged(before));
+    REQUIRE(first->issued_for(patience));
+    engine.configure_staging({2 * slot, 2, 3, 1});
+    auto second = engine.submit(staged(after));
+    CHECK(!second->issued_for(moment));  // it waits for the slots of the first
+    CHECK_EQ(engine.staging_bytes(), 2 * slot);
+    held_back->gate->open();
+    CHECK(in_time(*first));
+    CHECK(in_time(*second));
+    CHECK(before.right());
+    CHECK(after.right());
+    CHECK_EQ(engine.staging_bytes(), 4 * slot);
+  }
+}
+
 ON_EACH_RUNTIME(without_more_page_locked_memory_it_goes_on_with_what_there_is) {
   struct Poor final : ProxyRuntime {
     using ProxyRuntime::ProxyRuntime;
@@ -512,6 +550,83 @@ TEST(host_the_error_of_one_copy_stays_with_its_transfer) {
       }
     }
   }
+}
+
+// Nothing is known of a stream that cannot be waited for: both ends are kept, and the slots stay
+// out until it can.
+TEST(host_what_cannot_be_drained_is_kept_and_drained_later) {
+  struct Deaf final : ProxyRuntime {
+    using ProxyRuntime::ProxyRuntime;
+    void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override {
+      if (deaf && copies++ == 1) throw Boom();
+      ProxyRuntime::copy_async(dst, src, bytes, stream);
+    }
+    void stream_sync(StreamRef stream, Site site) override {
+      if (deaf) throw Boom();
+      ProxyRuntime::stream_sync(stream, site);
+    }
+    std::atomic<bool> deaf{true};
+    int copies = 0;
+  };
+  for (Direction direction : both) {
+    Lab lab(host_backend());
+    auto runtime = std::make_shared<Deaf>(lab.runtime);
+    CopyEngine engine(runtime, small_ring);
+    const Leaf leaf(lab, direction, size, 1);
+    Keep from;
+    TransferRequest request = staged(leaf);
+    request.keep_source = std::move(from.handle);
+    auto transfer = engine.submit(std::move(request));
+    CHECK_THROWS(in_time(*transfer), Boom);
+    CHECK(!transfer->ended());
+    engine.abandon(std::move(transfer));
+    lab.runtime->device_sync(0);
+    CHECK_EQ(engine.reap(), 1);
+    CHECK(!engine.expects());
+    CHECK(!*from.gone);
+    // What was issued to the end is put back; the others are out.
+    engine.trim_staging();
+    CHECK(engine.staging_bytes() > 0);
+    const Leaf refused(lab, direction, size, 2);
+    CHECK_THROWS(in_time(*engine.submit(staged(refused))), Boom);
+    runtime->deaf = false;
+    const Leaf next(lab, direction, size, 3);
+    CHECK(in_time(*engine.submit(staged(next))));
+    CHECK(next.right());
+    lab.runtime->device_sync(0);
+    CHECK(engine.trim_staging() > 0);
+    CHECK_EQ(engine.staging_bytes(), 0);
+  }
+}
+
+TEST(host_a_fresh_destination_lives_until_its_pages_are_made) {
+  struct GateBeforePages final : ProxyRuntime {
+    using ProxyRuntime::ProxyRuntime;
+    void launch(std::function<void()> task, StreamRef stream) override {
+      if (launches++ == 1) gate = ProxyRuntime::gate(stream);  // the first issues the copies
+      ProxyRuntime::launch(std::move(task), stream);
+    }
+    void copy_async(void*, const void*, std::size_t, StreamRef) override { throw Boom(); }
+    std::atomic<int> launches{0};
+    std::unique_ptr<Gate> gate;
+  };
+  Lab lab(host_backend());
+  auto runtime = std::make_shared<GateBeforePages>(lab.runtime);
+  CopyEngine engine(runtime, small_ring);
+  Leaf leaf(lab, Direction::to_host, slot, 1);
+  leaf.item.fresh = true;
+  Keep keep;
+  TransferRequest request = staged(leaf);
+  request.keep_destination = std::move(keep.handle);
+  auto transfer = engine.submit(std::move(request));
+  request = {};
+  CHECK_THROWS(in_time(*transfer), Boom);
+  transfer.reset();
+  REQUIRE(runtime->gate);
+  CHECK(!*keep.gone);
+  runtime->gate->open();
+  lab.runtime->device_sync(0);
+  CHECK(*keep.gone);
 }
 
 // ---- lifetime and threads
