@@ -86,6 +86,7 @@ format: $(READY) ## rewrite the sources in the project's format
 cpp-test: $(READY) ## C++ tests, with CUDA as asked and without, and the mutation gate
 	$(PY) setup.py -q ctest
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q ctest
+	$(PY) tests/schedules.py --least 1000
 	STREAMLAP_CUDA=OFF $(PY) setup.py -q mutants
 	$(PY) tests/mutants.py
 

@@ -1,5 +1,6 @@
 """GPU tests: skipped with the runtime's own reason, unless --require-gpu makes a skip a failure."""
 
+import collections
 import gc
 import os
 from functools import cache
@@ -52,20 +53,50 @@ def pytest_configure(config):
         start_at(config.getoption("--seed"))
 
 
+CHECKED = collections.Counter()
+"""How many tests the order checker has served, how many not, and the accesses that it has seen."""
+
+
 @pytest.fixture(autouse=True)
-def served_by(request):
-    """With --sim SCHEDULE, a simulation of its own serves each test's CPU tensors."""
+def served_by(request, monkeypatch):
+    """Serve each test under the order checker; with --sim SCHEDULE by a simulation of its own."""
+    from helpers.streams import forget_sides
+    from helpers.threads import hand_over
+
     import streamlap
 
     schedule = request.config.getoption("--sim")
-    if schedule is None:
+    if schedule is None and request.node.get_closest_marker("unchecked"):
+        CHECKED["unchecked"] += 1
         yield None
+        forget_sides()
         return
-    with streamlap.use_runtime("sim", schedule=schedule) as simulation:
-        yield simulation
+    block = (
+        streamlap.checking()
+        if schedule is None
+        else streamlap.use_runtime("sim", schedule=schedule)
+    )
+    with block as serving:
+        hand_over(monkeypatch)
+        yield serving
+        forget_sides()
+    CHECKED["tests"] += 1
+    CHECKED["accesses"] += serving.accesses
+
+
+def pytest_terminal_summary(terminalreporter):
+    if CHECKED["tests"]:
+        terminalreporter.write_line(
+            f"the order checker looked on at {CHECKED['accesses']} accesses in {CHECKED['tests']} "
+            f"tests; {CHECKED['unchecked']} ran unchecked"
+        )
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        unchecked = item.get_closest_marker("unchecked")
+        if unchecked is not None and not unchecked.args:
+            raise pytest.UsageError(f"{item.nodeid}: unchecked without a reason")
     repeats = config.getoption("--repeats")
     if repeats and config.pluginmanager.hasplugin("timeout"):
         for item in items:  # the limit of one test is for a few repeats

@@ -41,6 +41,9 @@ PARTS = [
     of_pytest("interrupts", "test_interrupts.py"),
     of_pytest("threads", "test_threads.py"),
     of_pytest("programs", "test_programs.py"),
+    of_pytest("stateful", "test_stateful.py"),
+    # Needs the C++ tests built without CUDA: `make cpp-test`.
+    Part("schedules", ("tests/schedules.py", "--seed", "{seed}")),
 ]
 
 

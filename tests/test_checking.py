@@ -135,6 +135,7 @@ def test_a_copy_that_forgets_its_producer_is_refused(where):
         runtime.host_reads(out.data_ptr(), 1000)
 
 
+@pytest.mark.unchecked("looks at what is there without the checker")
 def test_off_it_is_not_there(where):
     assert not runtime_of(where).checked
     with streamlap.checking():

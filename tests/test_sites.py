@@ -185,7 +185,7 @@ def planned_to_cpu(dst, stage=None):
     batches, borrowed = {}, []
     source = as_source(numbers())
     copied = Copied(dst, False)
-    plan_host._add_to_cpu(batches, 0, copied, stage, source, None, gpu(), borrowed)
+    plan_host._add_to_cpu(batches, 0, copied, stage, source, gpu(), borrowed)
     (batch,) = batches.values()
     return source, batch, borrowed
 

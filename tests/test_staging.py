@@ -162,7 +162,7 @@ def test_the_ring_is_configured():
     native = staged_by_hand(engine, dst, src, False)
     native.sync()
     assert torch.equal(dst, src)
-    assert max(nbytes for _leaf, _offset, nbytes in native.chunks()) == MIB // 2
+    assert max(nbytes for _leaf, _offset, nbytes in native.chunks()) <= MIB // 2
     assert 0 < engine.staging_bytes() <= 3 * MIB // 2
     for wrong in ((33, 2 * MIB, 1), (0, MIB, 1), (1, 0, 1), (1, MIB, 0)):
         with pytest.raises(streamlap.InvalidArgument):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import random_bits, same_bits, same_tree
-from helpers.streams import PATIENCE, CopySide, eventually, finish_all, is_held
+from helpers.streams import PATIENCE, CopySide, eventually, finish_all, is_held, runtime_of
 
 import streamlap
-from streamlap import Transfer, _native, copy_to_cpu, to_cpu, to_device
+from streamlap import Transfer, copy_to_cpu, to_cpu, to_device
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -694,7 +694,7 @@ def test_no_callback_ends_the_callback_thread(error, caplog):
         first.set()
         raise error
 
-    stream = _native.host_runtime().stream(0, "compute")
+    stream = runtime_of("cpu").stream(0, "compute")
     for callback, event in ((raises, first), (lambda transfer: second.set(), second)):
         gate = stream.gate()
         transfer = to_cpu(torch.ones(3), stream=stream)

@@ -32,6 +32,7 @@ class PyBlock {
       static_cast<void>(block_.release());
       return;
     }
+    block_->pool().runtime()->lock_acquired(&interpreter_lock, site_interpreter);
     try {
       const std::vector<PyStream> streams = current_streams(block_->pool().runtime());
       if (streams.empty()) return;

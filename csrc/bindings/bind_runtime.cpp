@@ -66,6 +66,15 @@ order::CheckedRuntime* checking(Runtime& runtime) {
   return dynamic_cast<order::CheckedRuntime*>(&runtime);
 }
 
+// One that is checked is its own; what it wraps is used by nobody else, or lives to the end.
+std::shared_ptr<Runtime> checked(const std::shared_ptr<Runtime>& runtime) {
+  if (runtime.get() != g_cuda_runtime) {
+    return hand_out(std::make_shared<order::CheckedRuntime>(runtime));
+  }
+  static auto* stock = new std::shared_ptr<StreamStock>(std::make_shared<StreamStock>(runtime));
+  return hand_out(std::make_shared<order::CheckedRuntime>(runtime, *stock));
+}
+
 void sync_stream(const PyStream& stream) {
   EventPtr event = stream.runtime->event_create(stream.ref.device);
   stream.runtime->event_record(*event, stream.ref, site_python);
@@ -290,9 +299,13 @@ void bind_runtime(py::module_& module) {
           },
           py::arg("pointer"), py::arg("nbytes"));
 
-  // One that is checked is its own; what it wraps is used by nobody else.
-  module.def("checked", [](const std::shared_ptr<Runtime>& runtime) {
-    return hand_out(std::make_shared<order::CheckedRuntime>(runtime));
+  module.def("checked", &checked);
+  // Python's own hand-overs from thread to thread; `lock` is any number that both sides use.
+  module.def("acquired", [](std::uintptr_t lock) {
+    order::acquired_by_all(reinterpret_cast<const void*>(lock));
+  });
+  module.def("released", [](std::uintptr_t lock) {
+    order::released_by_all(reinterpret_cast<const void*>(lock));
   });
   module.def("new_host_runtime", [] { return hand_out(make_host_runtime()); });
   module.def("host_runtime", [] { return host_runtime_slot(); });

@@ -33,6 +33,7 @@ class PyTransfer {
   void discard() {
     std::shared_ptr<Transfer> transfer = std::move(transfer_);
     if (!transfer) return;
+    transfer->let_go();
     if (open_) {
       engine_->cut_off(*transfer, *open_);  // its last steps may be under way, or not
     } else if (transfer->ended()) {
@@ -229,7 +230,9 @@ void bind_transfer(py::module_& module) {
              auto transfer = self.get();
              GilRelease released;
              transfer->runtime()->poll();
-             return transfer->done();
+             const bool done = transfer->done();
+             if (done) transfer->runtime()->lock_released(&interpreter_lock, site_interpreter);
+             return done;
            })
       .def(
           "sync",

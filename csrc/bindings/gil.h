@@ -76,6 +76,11 @@ struct PythonError {
 // A callable for a worker thread. Exceptions come out as PythonError.
 std::function<void()> as_task(const py::object& callable);
 
+// What a checker knows the interpreter's lock by. A block dies with its last reference, and whoever
+// had one before let go of it under that lock: the one that dies knows what they had waited for.
+inline constexpr char interpreter_lock = 0;
+inline constexpr Site site_interpreter{"python.interpreter_lock"};
+
 // Calls `wait(slice)` without the lock until it answers true (then true) or `timeout` seconds of
 // the runtime's clock have passed (then false). Signal handlers run between slices; what they raise
 // is thrown. On a virtual clock a wait without a timeout is one slice: it ends, or is a deadlock.
@@ -101,7 +106,10 @@ bool wait_sliced(Runtime& runtime, std::optional<double> timeout, Wait&& wait) {
       GilRelease released;
       done = wait(next);
     }
-    if (done) return true;
+    if (done) {
+      runtime.lock_released(&interpreter_lock, site_interpreter);
+      return true;
+    }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (timeout && runtime.now() - begin >= *timeout) return false;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/process.h"
+#include "check/order_checker.h"
 #include "sim/runtime_sim.h"
 
 namespace streamlap::bindings {
@@ -65,6 +66,7 @@ void Watch::drop_later(PyObject* object) noexcept {
   try {
     std::lock_guard lock(mutex_);
     dropped_.push_back(object);
+    order::released_by_all(this);  // what it dies of is known to this thread alone
   } catch (...) {
     return;  // no memory to remember it by: one reference is lost
   }
@@ -150,6 +152,7 @@ py::object Watch::next() {
     std::lock_guard lock(mutex_);
     stop = stopped_;
   }
+  if (!dropped.empty()) order::acquired_by_all(this);
   for (PyObject* object : dropped) Py_DECREF(object);
   {
     std::lock_guard lock(mutex_);

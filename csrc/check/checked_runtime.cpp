@@ -54,6 +54,18 @@ class CheckedRuntime::CheckedEvent final : public Event {
   std::optional<StreamRef> recorded_on_;
 };
 
+CheckedRuntime::~CheckedRuntime() {
+  for (auto [stream, high_priority] : taken_) stock_->give_back(stream, high_priority);
+}
+
+StreamRef CheckedRuntime::stream_create(int device, StreamKind kind, bool high_priority) {
+  if (!stock_) return inner_->stream_create(device, kind, high_priority);
+  const StreamRef stream = stock_->take(device, kind, high_priority);
+  std::lock_guard lock(mutex_);
+  taken_.emplace_back(stream, high_priority);
+  return stream;
+}
+
 void* CheckedRuntime::alloc_pinned(std::size_t bytes) {
   void* pointer = inner_->alloc_pinned(bytes);
   checker_->fresh(pointer, bytes);
@@ -171,7 +183,8 @@ void CheckedRuntime::launch(std::function<void()> task, StreamRef stream) {
   inner_->launch(
       [checker = checker_, stream, clock = std::move(clock), task = std::move(task)]() mutable {
         OrderChecker::Task scope(*checker, stream, std::move(clock));
-        task();
+        const std::function<void()> body = std::move(task);  // what it holds dies as the callable
+        body();
       },
       stream);
 }

@@ -5,12 +5,17 @@
 #include <string>
 
 #include "check/order_checker.h"
+#include "runtime/stream_stock.h"
 
 namespace streamlap::order {
 
 class CheckedRuntime final : public Runtime {
  public:
-  explicit CheckedRuntime(std::shared_ptr<Runtime> inner) : inner_(std::move(inner)) {}
+  // With a stock: `inner` outlives this, whose streams come from there and go back.
+  explicit CheckedRuntime(std::shared_ptr<Runtime> inner,
+                          std::shared_ptr<StreamStock> stock = nullptr)
+      : inner_(std::move(inner)), stock_(std::move(stock)) {}
+  ~CheckedRuntime() override;
 
   OrderChecker& checker() noexcept { return *checker_; }
   const std::shared_ptr<Runtime>& inner() const noexcept { return inner_; }
@@ -28,9 +33,7 @@ class CheckedRuntime final : public Runtime {
   void* alloc_device(int device, std::size_t bytes) override;
   void free_device(int device, void* pointer, std::size_t bytes) noexcept override;
 
-  StreamRef stream_create(int device, StreamKind kind, bool high_priority) override {
-    return inner_->stream_create(device, kind, high_priority);
-  }
+  StreamRef stream_create(int device, StreamKind kind, bool high_priority) override;
   bool stream_capturing(StreamRef stream) override { return inner_->stream_capturing(stream); }
   bool stream_idle(StreamRef stream) override;
   void stream_sync(StreamRef stream, Site site) override;
@@ -65,6 +68,9 @@ class CheckedRuntime final : public Runtime {
   class CheckedEvent;
 
   std::shared_ptr<Runtime> inner_;
+  std::shared_ptr<StreamStock> stock_;
+  std::mutex mutex_;                               // guards taken_
+  std::vector<std::pair<StreamRef, bool>> taken_;  // with their priority, from the stock
   // Callables that still run may outlive the runtime.
   std::shared_ptr<OrderChecker> checker_ = std::make_shared<OrderChecker>();
 };

@@ -55,6 +55,17 @@ void tick(Clock& clock, Actor actor) {
   ++clock[actor];
 }
 
+struct Checkers {
+  std::atomic<std::size_t> count{0};
+  std::mutex mutex;
+  std::vector<OrderChecker*> all;
+};
+
+Checkers& checkers() {
+  static auto* made = new Checkers();
+  return *made;
+}
+
 bool covers(const Clock& known, const Access& access) {
   return at(known, access.actor) >= access.tick;
 }
@@ -137,6 +148,32 @@ void Shadow::forget(std::uintptr_t begin, std::size_t bytes) {
   const auto first = cut(begin);
   cut(begin + bytes);
   pieces_.erase(first, pieces_.lower_bound(begin + bytes));
+}
+
+// ---- all of them
+
+OrderChecker::OrderChecker() {
+  std::lock_guard lock(checkers().mutex);
+  checkers().all.push_back(this);
+  checkers().count = checkers().all.size();
+}
+
+OrderChecker::~OrderChecker() {
+  std::lock_guard lock(checkers().mutex);
+  std::erase(checkers().all, this);
+  checkers().count = checkers().all.size();
+}
+
+void acquired_by_all(const void* lock_id) noexcept {
+  if (checkers().count == 0) return;
+  std::lock_guard lock(checkers().mutex);
+  for (OrderChecker* checker : checkers().all) checker->acquired(lock_id);
+}
+
+void released_by_all(const void* lock_id) noexcept {
+  if (checkers().count == 0) return;
+  std::lock_guard lock(checkers().mutex);
+  for (OrderChecker* checker : checkers().all) checker->released(lock_id);
 }
 
 // ---- actors

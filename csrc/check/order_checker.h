@@ -63,8 +63,18 @@ class Shadow {
   Access conflict_;
 };
 
+// For threads that hand each other something outside the seam: tells every checker that there is.
+// What a lock is, see Runtime::lock_acquired().
+void acquired_by_all(const void* lock) noexcept;
+void released_by_all(const void* lock) noexcept;
+
 class OrderChecker {
  public:
+  OrderChecker();
+  ~OrderChecker();
+  OrderChecker(const OrderChecker&) = delete;
+  OrderChecker& operator=(const OrderChecker&) = delete;
+
   // What the calling thread, or the callable that it runs, knows; copies, so that it can be kept.
   Clock known();
   void learn(const Clock& clock);

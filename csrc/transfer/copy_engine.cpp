@@ -25,8 +25,6 @@ constexpr Site site_lock_order{"engine.lock_order"};
 constexpr Site site_lock_abandon{"engine.lock_abandon"};
 constexpr Site site_lock_reap{"engine.lock_reap"};
 constexpr Site site_lock_reaped{"engine.lock_reaped"};
-constexpr Site site_lock_count{"engine.lock_count"};
-constexpr Site site_lock_expects{"engine.lock_expects"};
 constexpr Site site_lock_configure{"engine.lock_configure"};
 constexpr Site site_lock_options{"engine.lock_options"};
 constexpr Site site_lock_stagings{"engine.lock_stagings"};
@@ -257,7 +255,7 @@ void CopyEngine::abandon(std::shared_ptr<Transfer> transfer) noexcept {
   ++abandoned_count_;
 }
 
-void CopyEngine::let_go_of_finished() noexcept {
+CopyEngine::Left CopyEngine::let_go_of_finished() noexcept {
   std::shared_ptr<Transfer> finished;  // dies without the lock: it runs arbitrary code
   std::size_t gone = 0;
   {
@@ -276,21 +274,15 @@ void CopyEngine::let_go_of_finished() noexcept {
   while (finished) pop(finished);
   OrderLock lock(*runtime_, mutex_, site_lock_reaped);
   if (!dropped(site_letting_go)) letting_go_ -= gone;
-}
-
-std::size_t CopyEngine::reap() noexcept {
-  let_go_of_finished();
-  OrderLock lock(*runtime_, mutex_, site_lock_count);
-  return abandoned_count_ + letting_go_;
-}
-
-bool CopyEngine::expects() noexcept {
-  let_go_of_finished();
-  OrderLock lock(*runtime_, mutex_, site_lock_expects);
+  Left left{abandoned_count_ + letting_go_, letting_go_ > 0};
   for (const Transfer* transfer = abandoned_.get(); transfer; transfer = transfer->next_.get()) {
-    if (!transfer->kept_for_ever()) return true;
+    left.expected = left.expected || !transfer->kept_for_ever();
   }
-  return letting_go_ > 0;
+  return left;
 }
+
+std::size_t CopyEngine::reap() noexcept { return let_go_of_finished().count; }
+
+bool CopyEngine::expects() noexcept { return let_go_of_finished().expected; }
 
 }  // namespace streamlap

@@ -69,7 +69,13 @@ class CopyEngine {
   void end_failed(Transfer& transfer, Lane& lane, bool late) noexcept;
   static std::shared_ptr<Transfer> pop(std::shared_ptr<Transfer>& list) noexcept;
   static void push(std::shared_ptr<Transfer>& list, std::shared_ptr<Transfer> item) noexcept;
-  void let_go_of_finished() noexcept;
+  // What still holds its ends, be it in another thread's call of this; and whether any of it ever
+  // comes to its end.
+  struct Left {
+    std::size_t count = 0;
+    bool expected = false;
+  };
+  Left let_go_of_finished() noexcept;
   std::vector<EventPtr> record_ready(const TransferRequest& request);
 
   std::shared_ptr<Runtime> runtime_;

@@ -105,6 +105,10 @@ std::size_t PinnedPool::live() const {
 bool PinnedPool::has_room(std::size_t bytes, std::size_t count) const {
   const std::size_t capacity = size_class(bytes);
   OrderLock lock(*runtime_, mutex_, site_lock_room);
+  return fits(capacity, count);
+}
+
+bool PinnedPool::fits(std::size_t capacity, std::size_t count) const {
   const auto size = sizes_.find(capacity);
   const std::size_t spare = size == sizes_.end() ? 0 : size->second.spare();
   if (held_bytes_ > stats_.limit) return false;

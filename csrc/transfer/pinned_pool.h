@@ -100,8 +100,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // A block of at least `bytes` (1 at least). Empty when one will do after blocks in flight have
   // come home, or when one is being made in the background: call again. Throws PoolExhausted when
-  // only memory that users hold could help, and Error(sticky) when it is in flight on a device whose
-  // context is lost.
+  // only memory that users hold could help, and Error(sticky) when it is in flight on a device
+  // whose context is lost.
   std::unique_ptr<PinnedBlock> try_allocate(std::size_t bytes);
 
   // Makes blocks in the background until `count` of `bytes` are cached or in flight; null when
@@ -172,6 +172,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   void settle(Claim& claimed, std::byte* data) noexcept;  // its blocks are cached
   // `entry` is the block's place in live_, made beforehand.
   void hand_out(PinnedBlock& block, SizeClass& size, Piece piece, LiveBlocks& entry) noexcept;
+  bool fits(std::size_t capacity, std::size_t count) const;
   PoolExhausted exhausted(const std::string& what) const;
   void drop(Growth& growth, std::exception_ptr error) noexcept;
 

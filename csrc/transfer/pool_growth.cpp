@@ -142,10 +142,12 @@ void PinnedPool::prewarm(std::size_t bytes, std::size_t count) {
 }
 
 std::shared_ptr<Growth> PinnedPool::start_prewarm(std::size_t bytes, std::size_t count) {
-  if (!has_room(bytes, count)) {
+  const std::size_t capacity = size_class(bytes);
+  {
     OrderLock lock(*runtime_, mutex_, site_lock_prewarm);
-    throw exhausted(std::to_string(count) + " blocks of " + std::to_string(size_class(bytes)) +
-                    " bytes");
+    if (!fits(capacity, count)) {
+      throw exhausted(std::to_string(count) + " blocks of " + std::to_string(capacity) + " bytes");
+    }
   }
   return grow_ahead(bytes, count);
 }

@@ -29,8 +29,14 @@ constexpr Site site_release_source{"transfer.release_source"};
 constexpr Site site_release_all{"transfer.release_all"};
 constexpr Site site_lock_source{"transfer.lock_release_source"};
 constexpr Site site_lock_all{"transfer.lock_release_all"};
+constexpr Site site_let_go{"transfer.let_go"};
+constexpr Site site_died{"transfer.died"};
 
 }  // namespace
+
+Transfer::~Transfer() { runtime_->lock_acquired(this, site_died); }
+
+void Transfer::let_go() noexcept { runtime_->lock_released(this, site_let_go); }
 
 bool Transfer::issued() { return !issued_ || runtime_->event_query(*issued_, site_ask_issued); }
 

@@ -34,6 +34,11 @@ class Transfer {
         source_(std::move(source)),
         destination_(std::move(destination)) {}
 
+  ~Transfer();
+
+  // Whoever lets go of it last knows what the caller knows by now.
+  void let_go() noexcept;
+
   // False while a worker has yet to issue the copies: until then no stream can wait for them.
   bool issued();
   bool issued_for(std::chrono::nanoseconds timeout);

@@ -26,6 +26,9 @@ class _Taken(Exception):
 
 _TAKEN = _Taken()
 
+_LOCK = id(_TAKEN)
+"""What a checker knows the slots' lock by."""
+
 
 class Slot:
     """The place of one item: filled with its transfer, or with the error that stopped it."""
@@ -43,6 +46,7 @@ class Slot:
         with self._changed:
             if self._transfer is not None or self._error is not None:
                 return
+            _native.released(_LOCK)
             self._transfer, self._error = transfer, error
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
@@ -65,6 +69,7 @@ class Slot:
         """Wait until the item is issued, or will never be; False when the time is over."""
         _native.require_usable()
         if self.filled:
+            _native.acquired(_LOCK)
             return True
         with observe.waiting("compute"):
             return self._settle(timeout)  # site: group.settle
@@ -82,6 +87,7 @@ class Slot:
                 if not self.filled:
                     self._changed.wait(min(left, 0.05))  # site: group.nap
             require_alive()  # without the lock: it may not come back
+        _native.acquired(_LOCK)
         return True
 
     def get(self, timeout: float | None = None) -> Transfer:

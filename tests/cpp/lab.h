@@ -2,11 +2,17 @@
 // ON_EACH_RUNTIME(program) { ... lab ... } is one program and one test per runtime.
 #pragma once
 
+#include <errno.h>  // program_invocation_name
+
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -102,20 +108,41 @@ inline std::shared_ptr<Runtime> cuda_backend() {
   return shared;
 }
 
-// Schedules that every program runs under on the simulation.
+// A number from the environment.
+inline std::uint64_t asked(const char* name, std::uint64_t otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
+}
+
+// Schedules that every program runs under on the simulation. STREAMLAP_SEED and STREAMLAP_SEEDS say
+// where the random ones start and how many there are; STREAMLAP_SCHEDULE is one alone.
 inline const std::vector<std::string>& schedules() {
-  static const std::vector<std::string> all = {"eager",     "lazy",      "random(1)", "random(2)",
-                                               "random(3)", "random(4)", "starve(0)", "starve(1)",
-                                               "pct(1,3)",  "pct(2,3)",  "pct(3,5)"};
+  static const std::vector<std::string> all = [] {
+    if (const char* one = std::getenv("STREAMLAP_SCHEDULE")) return std::vector<std::string>{one};
+    const std::uint64_t first = asked("STREAMLAP_SEED", 1);
+    const std::uint64_t count = asked("STREAMLAP_SEEDS", 4);
+    std::vector<std::string> made = {"eager", "lazy", "starve(0)", "starve(1)"};
+    for (std::uint64_t seed = first; seed < first + count; ++seed) {
+      made.push_back("random(" + std::to_string(seed) + ")");
+    }
+    for (std::uint64_t seed = first; seed < first + (count * 3 + 3) / 4; ++seed) {
+      made.push_back("pct(" + std::to_string(seed) + "," + (seed % 3 == 0 ? "5" : "3") + ")");
+    }
+    return made;
+  }();
   return all;
 }
 
-inline std::shared_ptr<Runtime> sim_backend(const std::string& schedule, bool device_rules) {
+inline std::shared_ptr<sim::SimRuntime> simulation(const std::string& schedule, bool device_rules) {
   sim::SimOptions options;
   options.device_rules = device_rules;
   options.cost.per_copy = 2e-6;
   options.cost.to_host = options.cost.to_device = 55e9;
-  return checked(std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule)));
+  return std::make_shared<sim::SimRuntime>(options, sim::parse_strategy(schedule));
+}
+
+inline std::shared_ptr<Runtime> sim_backend(const std::string& schedule, bool device_rules) {
+  return checked(simulation(schedule, device_rules));
 }
 
 // Bytes that everybody can reach; freed with the last reference.
@@ -225,6 +252,34 @@ struct Lab {
   std::vector<std::shared_ptr<DeviceBytes>> kept_device;
 };
 
+// Runs a program in every schedule and says how many of the schedules were different. Of one that
+// fails it prints the line that replays it.
+inline void on_simulations(const char* name, void (*program)(Lab&)) {
+  std::set<sim::Decisions> different;
+  std::size_t runs = 0;
+  for (bool device_rules : {false, true}) {
+    for (const std::string& schedule : schedules()) {
+      const int before = check::failures;
+      const auto simulated = simulation(schedule, device_rules);
+      const auto replay = [&] {
+        std::fprintf(check::out, "replay: STREAMLAP_SCHEDULE='%s' %s %s\n", schedule.c_str(),
+                     program_invocation_name, name);
+      };
+      try {
+        Lab lab(checked(simulated));
+        program(lab);
+      } catch (...) {
+        replay();
+        throw;
+      }
+      if (check::failures != before) replay();
+      different.insert(simulated->decisions());
+      ++runs;
+    }
+  }
+  std::fprintf(check::out, "schedules %s: %zu runs, %zu different\n", name, runs, different.size());
+}
+
 }  // namespace streamlap::testing
 
 // With host threads that wait for each other outside the library: not on the simulation, where a
@@ -241,14 +296,7 @@ struct Lab {
   }                                                                  \
   static void program_##program(streamlap::testing::Lab& lab)
 
-#define ON_EACH_RUNTIME(program)                                                              \
-  static void program_##program(streamlap::testing::Lab& lab);                                \
-  TEST(sim_##program) {                                                                       \
-    for (bool device_rules : {false, true}) {                                                 \
-      for (const std::string& schedule : streamlap::testing::schedules()) {                   \
-        streamlap::testing::Lab lab(streamlap::testing::sim_backend(schedule, device_rules)); \
-        program_##program(lab);                                                               \
-      }                                                                                       \
-    }                                                                                         \
-  }                                                                                           \
+#define ON_EACH_RUNTIME(program)                                                                  \
+  static void program_##program(streamlap::testing::Lab& lab);                                    \
+  TEST(sim_##program) { streamlap::testing::on_simulations("sim_" #program, program_##program); } \
   ON_EACH_THREADED_RUNTIME(program)

@@ -60,10 +60,13 @@ class Interrupted final : public ProxyRuntime {
     if (at_sync) in_another_thread(at_sync);
     return ProxyRuntime::event_sync_for(event, timeout, site);
   }
+  // So that growth happens in the thread that asks for it.
+  bool virtual_time() const noexcept override { return at_once || ProxyRuntime::virtual_time(); }
 
   std::function<void()> between;
   std::function<void()> at_sync;
   bool refuse = false;
+  bool at_once = false;
 };
 
 struct PoolLab : Lab {
@@ -141,6 +144,23 @@ TEST(pool_claims_are_guarded) {
   ask(lab);
   lab.interrupted->refuse = true;
   CHECK_THROWS(lab.pool->try_allocate(2 * size), Error);
+  ask(lab);
+  lab.interrupted->between = nullptr;
+}
+
+TEST(pool_growth_is_guarded) {
+  PoolLab lab;
+  lab.interrupted->at_once = true;
+  const auto live = [&] { lab.pool->live(); };
+  std::shared_ptr<Growth> growth = lab.pool->grow_ahead(size, 1);
+  REQUIRE(growth != nullptr);
+  in_turn(lab, live, [&] { CHECK(lab.pool->grow_ahead(size, 1) == nullptr); });
+  in_turn(lab, live, [&] { lab.pool->cancel(*growth); });
+  in_turn(lab, live, [&] { CHECK(lab.pool->grown(*growth)); });
+  in_turn(lab, live, [&] { CHECK(!lab.pool->busy()); });
+  in_turn(lab, live, [&] { CHECK_THROWS(lab.pool->start_prewarm(size, 5), PoolExhausted); });
+  lab.interrupted->between = live;
+  lab.pool->grow_ahead(size, 2);
   ask(lab);
   lab.interrupted->between = nullptr;
 }
@@ -335,4 +355,25 @@ TEST(transfer_done_is_told_with_what_was_known) {
     CHECK(transfer->done());
     lab.runtime->host_reads(out->data(), size);
   });
+}
+
+// A thread lets go of a transfer that it has waited for; the last reference dies in another one,
+// and with it the memory is anybody's again.
+TEST(transfer_dies_knowing_what_those_knew_who_let_go) {
+  Lab lab(host_backend());
+  CopyEngine engine(lab.runtime);
+  auto out = lab.pinned(size);
+  auto source = lab.device(size, 1);
+  TransferRequest request;
+  request.items = {{out->data(), source->data(), size, 1, nullptr}};
+  request.keep_destination =
+      std::shared_ptr<void>(nullptr, [&](void*) { lab.runtime->taken(out->data(), size); });
+  auto transfer = engine.submit(std::move(request));
+  request = {};
+  in_another_thread([&] {
+    CHECK(transfer->sync_for(patience));
+    transfer->let_go();
+  });
+  in_another_thread([&] { transfer.reset(); });
+  ask(lab);
 }

@@ -321,6 +321,43 @@ PAIR(a_host_that_sees_an_idle_stream) {
   lab.runtime->host_reads(out->data(), size);
 }
 
+PAIR(a_host_that_asks_until_it_is_done) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  while (!racy && !lab.runtime->event_query(*copied, here)) lab.runtime->poll();
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_host_that_asks_until_it_is_over) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  while (!racy && lab.runtime->event_state(*copied, here) != EventState::passed) {
+    lab.runtime->poll();
+  }
+  lab.runtime->host_reads(out->data(), size);
+}
+
+PAIR(a_host_that_asks_whether_it_is_over_and_is_told_no) {
+  auto out = lab.pinned(size);
+  auto data = lab.device(size, 1);
+  StreamRef stream = lab.copy();
+  auto gate = lab.runtime->gate(stream);
+  lab.runtime->copy_async(out->data(), data->data(), size, stream);
+  EventPtr copied = lab.record(stream);
+  CHECK(lab.runtime->event_state(*copied, here) == EventState::pending);
+  if (!racy) {
+    gate->open();
+    CHECK(lab.in_time(copied));
+  }
+  lab.runtime->host_reads(out->data(), size);
+}
+
 PAIR(a_host_that_asks_and_is_told_no) {
   auto out = lab.pinned(size);
   auto data = lab.device(size, 1);
@@ -556,4 +593,47 @@ TEST(host_memory_of_another_thread_that_came_back_is_nobodys) {
   std::thread([&] { fill(streams[0]); }).join();
   CHECK(!refused([&] { fill(streams[1]); }));
   lab.runtime->free_device(0, data, size);
+}
+
+TEST(streams_of_a_stock_go_to_the_next_runtime_once_they_are_idle) {
+  std::shared_ptr<Runtime> shared = make_host_runtime();
+  auto stock = std::make_shared<StreamStock>(shared);
+  StreamRef first;
+  std::unique_ptr<Gate> gate;
+  {
+    order::CheckedRuntime runtime(shared, stock);
+    first = runtime.stream_create(0, StreamKind::copy, true);
+    CHECK(!(runtime.stream_create(0, StreamKind::copy, true) == first));
+    gate = runtime.gate(first);
+  }
+  order::CheckedRuntime next(shared, stock);
+  CHECK(!(next.stream_create(0, StreamKind::copy, true) == first));  // held
+  gate->open();
+  shared->stream_sync(first, here);
+  CHECK(!(next.stream_create(0, StreamKind::compute, true) == first));
+  CHECK(!(next.stream_create(0, StreamKind::copy, false) == first));
+  CHECK(!(next.stream_create(1, StreamKind::copy, true) == first));
+  CHECK(next.stream_create(0, StreamKind::copy, true) == first);
+}
+
+TEST(what_a_callable_holds_dies_as_the_callable) {
+  // A thread that knows nothing lets go of a block: whoever gets the block next must know its use.
+  struct Taker {
+    Lab& lab;
+    void* memory;
+    bool& racy;
+    ~Taker() {
+      racy = refused([&] { lab.runtime->taken(memory, size); });
+    }
+  };
+  Lab lab(host_backend());
+  bool racy = true;
+  auto data = lab.pinned(size);
+  StreamRef stream = lab.host();
+  lab.produce(stream, data->data(), 1, size);
+  std::shared_ptr<Taker> taker(new Taker{lab, data->data(), racy});
+  lab.runtime->launch([taker] {}, stream);
+  taker.reset();
+  lab.runtime->stream_sync(stream, here);
+  CHECK(!racy);
 }

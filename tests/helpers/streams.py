@@ -65,7 +65,7 @@ class Side:
     ``stream`` is what the library is given: a torch stream, or one of streamlap's own on the CPU.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, stream: torch.cuda.Stream | None = None) -> None:
         self.where = where
         if where == "cpu":
             self._torch = None
@@ -73,8 +73,8 @@ class Side:
             self.stream = self.native
         else:
             device = torch.device(where)
-            self._torch = torch.cuda.Stream(device)
-            self.native = _native.cuda_runtime().adopt(device.index, self._torch.cuda_stream)
+            self._torch = torch.cuda.Stream(device) if stream is None else stream
+            self.native = runtime_of(where).adopt(device.index, self._torch.cuda_stream)
             self.stream = self._torch
 
     def current(self):
@@ -103,16 +103,26 @@ class Side:
 
 
 def side(where: str, role: str) -> Side:
-    """The stream of that role; one for all tests, idle between them."""
+    """The stream of that role; torch's are the same for all tests, idle between them."""
     return _side(where, role, current.get())
 
 
 @functools.cache
-def _side(where: str, role: str, _simulation) -> Side:
-    made = Side(where)
+def _torch_stream(where: str, role: str) -> torch.cuda.Stream | None:
+    return None if where == "cpu" else torch.cuda.Stream(where)
+
+
+@functools.cache
+def _side(where: str, role: str, _serving) -> Side:
+    made = Side(where, _torch_stream(where, role))
     made.hold().open()  # loads the kernel
     made.sync()
     return made
+
+
+def forget_sides() -> None:
+    """Let go of the streams that what served a test had made."""
+    _side.cache_clear()
 
 
 class CopySide:
