@@ -111,6 +111,12 @@ def test_a_stream_that_writes_the_source_waits(simulation):
     assert torch.equal(transfer.result(), numbers())
 
 
+def test_the_thread_that_reads_the_destination_waits(simulation):
+    out = numbers(start=100)
+    assert to_cpu(numbers(), out=out).wait() is None
+    assert torch.equal(out, numbers())
+
+
 def test_a_protected_source_may_be_written_at_once(simulation):
     source = numbers()
     transfer = to_cpu(source, protect=True)
@@ -137,6 +143,17 @@ def test_what_a_copy_needs_lives_although_nobody_holds_it(simulation, leaves):
     assert nothing_in_flight(simulation)
     gc.collect()
     assert all(array() is None for array in alive)
+
+
+def test_a_source_that_has_been_read_is_let_go_of(simulation):
+    array = np.zeros(64, np.float32)
+    alive = weakref.ref(array)
+    transfer = to_cpu(array)
+    transfer._wait_read()
+    del array
+    gc.collect()
+    assert alive() is None
+    assert not transfer.result().any()
 
 
 def test_every_leaf_of_a_tree_is_borrowed(simulation):
