@@ -34,6 +34,7 @@ def test_use_runtime_is_undone_also_after_an_error():
         assert place_of(torch.device("cpu"), 4).index == 1
 
 
+@pytest.mark.unchecked("checked tests hand their context to the threads that they start")
 def test_use_runtime_belongs_to_its_thread():
     seen = []
     with streamlap.use_runtime("host", devices=1):

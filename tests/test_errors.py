@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from helpers.streams import eventually
+from helpers.streams import eventually, runtime_of
 
 import streamlap
 from streamlap import _native, errors
@@ -58,7 +58,7 @@ def test_errors_survive_pickling_and_copying():
 
 
 def test_errors_of_the_core_come_as_these_classes():
-    runtime = _native.host_runtime()
+    runtime = runtime_of("cpu")
     with pytest.raises(streamlap.InvalidArgument, match="kind of stream"):
         runtime.stream(0, "nonsense")
     with pytest.raises(streamlap.InvalidArgument, match="-1"):
@@ -81,8 +81,8 @@ def test_without_a_gpu_the_reason_is_given():
 
 def test_an_error_on_a_stream_is_kept_and_told_once_per_asker():
     """A failed task poisons its stream; events carry the error on; the stream recovers."""
-    stream = _native.host_runtime().stream(0, "compute")
-    other = _native.host_runtime().stream(0, "compute")
+    stream = runtime_of("cpu").stream(0, "compute")
+    other = runtime_of("cpu").stream(0, "compute")
     ran = []
 
     def fail():
@@ -107,7 +107,7 @@ def test_an_error_on_a_stream_is_kept_and_told_once_per_asker():
 
 def test_a_producer_s_error_comes_out_of_the_transfer_and_stops_there():
     """What made the source failed: result() raises that; the next transfer is not to blame."""
-    stream = _native.host_runtime().stream(0, "compute")
+    stream = runtime_of("cpu").stream(0, "compute")
     x = torch.ones(10)
 
     def fail():
@@ -128,7 +128,7 @@ def test_a_failed_transfer_gives_its_memory_back():
     """Also while its error is remembered by the events that carried it."""
     gc.collect()
     before = streamlap.pool_stats("cpu")["live"]
-    stream = _native.host_runtime().stream(0, "compute")
+    stream = runtime_of("cpu").stream(0, "compute")
 
     def fail():
         raise ArithmeticError("the producer failed")

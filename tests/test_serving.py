@@ -56,10 +56,14 @@ def use(where: str) -> None:
 
 @pytest.fixture(scope="module")
 def usual_threads():
-    """Those of the process itself, once everything has been used."""
-    use("cpu")
-    if not cuda_reason():
-        use("cuda:0")
+    """Those of the process itself, once everything has been used, by itself and in a block.
+
+    Streams of a GPU are the process's, and so is a worker that serves one block after the other.
+    """
+    for where in ["cpu"] + ["cuda:0"] * (not cuda_reason()):
+        use(where)
+        with streamlap.checking():
+            use(where)
     gc.collect()
     return threads()
 

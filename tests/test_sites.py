@@ -481,3 +481,27 @@ def test_a_map_that_is_closed_waits_for_its_worker():
         generator.close()
 
     ends_only_after(held, run)
+
+
+def test_prewarming_waits_for_its_blocks(monkeypatch):
+    class Growth:
+        waited = 0
+
+        def wait(self):
+            self.waited += 1
+
+    class Native:
+        growth = Growth()
+
+        def has_room(self, _nbytes, _count):
+            return True
+
+        def prewarm(self, _nbytes, _count):
+            return self.growth
+
+    pool = streamlap.PinnedPool("1MiB")
+    monkeypatch.setattr(pool, "_native", Native())
+    streamlap.prewarm("64KiB", pool=pool, wait=False)
+    assert Native.growth.waited == 0
+    streamlap.prewarm("64KiB", pool=pool)
+    assert Native.growth.waited == 1

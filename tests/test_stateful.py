@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    multiple,
     rule,
     run_state_machine_as_test,
 )
@@ -76,6 +75,7 @@ class Machine(RuleBasedStateMachine):
     # -- what is asked of the library
 
     def keep(self, found, expected):
+        """Hold what was got, None included: what is drawn must not depend on who was first."""
         self.next += 1
         self.held[self.next] = (found, expected)
         return self.next
@@ -105,13 +105,13 @@ class Machine(RuleBasedStateMachine):
         found = self.attempt(
             lambda: streamlap.to_cpu(source, pin=pin, stream=given, pool=self.pool, **options)
         )
-        return multiple() if found is None else self.keep(found, [as_bytes(source)])
+        return self.keep(found, [as_bytes(source)])
 
     @rule(target=made, shapes=st.lists(SHAPES, max_size=4), dtype=DTYPES)
     def copy_tree(self, shapes, dtype):
         sources = [random_bits(shape, dtype) for shape in shapes]
         found = self.attempt(lambda: streamlap.to_cpu(sources, pool=self.pool))
-        return multiple() if found is None else self.keep(found, [as_bytes(s) for s in sources])
+        return self.keep(found, [as_bytes(s) for s in sources])
 
     @rule(target=made, shape=SHAPES, dtype=DTYPES, stream=STREAMS)
     def produced(self, shape, dtype, stream):
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         target, given = source.numpy(), values.numpy()
         writer.launch(lambda: np.copyto(target, given))
         found = self.attempt(lambda: streamlap.to_cpu(source, stream=writer, pool=self.pool))
-        return multiple() if found is None else self.keep(found, [as_bytes(values)])
+        return self.keep(found, [as_bytes(values)])
 
     @rule(
         target=made,
@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
             lambda: streamlap.to_cpu(source, protect=how == "protect", pool=self.pool)
         )
         if found is None:
-            return multiple()
+            return self.keep(None, [])
         if how == "stream":
             found.wait_source(self.streams[1])
             target = source.numpy()
@@ -156,8 +156,6 @@ class Machine(RuleBasedStateMachine):
                 x, n=n, fn=lambda x: x + next(count), depth=depth, wait=wait, pool=self.pool
             )
         )
-        if found is None:
-            return multiple()
         return self.keep(found, [as_bytes(x + i) for i in range(n)])
 
     @rule(n=st.integers(1, 9), depth=DEPTHS, at=st.integers(0, 8), wait=st.booleans())
@@ -226,6 +224,8 @@ class Machine(RuleBasedStateMachine):
 
     def compare(self, which):
         found, expected = self.held[which]
+        if found is None:
+            return
         try:
             value = found.result() if isinstance(found, streamlap.Transfer) else found
         except streamlap.PoolExhausted:  # of an item that was computed later
@@ -239,7 +239,9 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         stats = self.pool.stats()
-        assert stats["reserved"] <= stats["peak"] <= stats["limit"] == LIMIT, stats
+        assert max(stats["reserved"], stats["peak"]) <= stats["limit"] == LIMIT, stats
+        if not self.threads:  # another one may have claimed memory that it has yet to get
+            assert stats["reserved"] <= stats["peak"], stats
         assert stats["waste"] <= stats["live"], stats
         assert stats["reserved"] == stats["live"] + stats["in_flight"] + stats["cached"], stats
         assert not self.errors, self.errors
@@ -262,7 +264,9 @@ class Machine(RuleBasedStateMachine):
                 return stats["live"] == stats["in_flight"] == stats["live_blocks"] == 0
 
             if hasattr(self, "pool"):
-                assert eventually(empty), self.pool.stats()
+                if not eventually(empty, 0.5):
+                    gc.collect()  # what another thread let go of may have been a cycle
+                    assert eventually(empty), self.pool.stats()
                 self.pool.trim()
                 assert self.pool.stats()["reserved"] == self.pool.stats()["waste"] == 0
         finally:
@@ -300,7 +304,8 @@ def test_a_failure_says_how_to_replay_it(seed, monkeypatch):
     def spoilt(self):
         value = honest(self)
         if isinstance(value, torch.Tensor) and value.numel() > 10:
-            value.view(-1)[3] = 0 if value.view(-1)[3] else 1
+            first = (0,) * value.dim()
+            value[first] = 0 if value[first] else 1
         return value
 
     monkeypatch.setattr(streamlap.Transfer, "_value", spoilt)

@@ -146,7 +146,7 @@ std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
     const auto until = std::chrono::steady_clock::now() +
                        std::min<std::chrono::nanoseconds>(slice, std::chrono::milliseconds(50));
     for (;;) {
-      const std::uint64_t seen = pool.changes();
+      const std::uint64_t seen = pool.changes().seen();
       try {
         block = pool.try_allocate(bytes);
       } catch (const PoolExhausted&) {
@@ -158,7 +158,7 @@ std::unique_ptr<PyBlock> allocate(PinnedPool& pool, std::size_t bytes) {
       if (block || std::chrono::steady_clock::now() >= until) return block != nullptr;
       pool.runtime()->poll();
       // Blocks in flight come home without a word; those being made are told of.
-      if (!simulated) pool.wait_change(seen, std::chrono::microseconds(100));
+      if (!simulated) pool.changes().wait(seen, std::chrono::microseconds(100));
     }
   });
   return std::make_unique<PyBlock>(std::move(block));
@@ -171,9 +171,10 @@ struct PyGrowth {
 
   void wait() const {
     wait_sliced(*pool->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
-      const std::uint64_t seen = pool->changes();
+      const std::uint64_t seen = pool->changes().seen();
       if (pool->grown(*growth)) return true;
-      pool->wait_change(seen, std::min<std::chrono::nanoseconds>(slice, std::chrono::seconds(1)));
+      pool->changes().wait(seen,
+                           std::min<std::chrono::nanoseconds>(slice, std::chrono::seconds(1)));
       return false;
     });
   }

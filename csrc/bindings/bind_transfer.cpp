@@ -260,6 +260,7 @@ void bind_transfer(py::module_& module) {
                                   return transfer->chunk_sync_for(chunk, slice);
                                 });
            })
+      .def("pending", [](const PyTransfer& self) { return self.get()->pending(); })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
       .def("source_sync",
            [](const PyTransfer& self) {

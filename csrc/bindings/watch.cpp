@@ -101,11 +101,12 @@ bool Watch::collect(std::vector<SharedObject>& tokens, std::vector<PyObject*>& d
     if (left == 0) settled.push_back(kept.engine.get());
   }
   std::erase_if(watched, [&](Watched& item) {
-    bool over = true;
+    bool over = false;
     try {
       over = item.transfer->done();
     } catch (...) {
-      // Its callback will ask, and be told the error.
+      // Its callback will ask, and be told the error; not before it is over.
+      over = !item.transfer->pending();
     }
     if (over) tokens.push_back(std::move(item.token));
     return over;

@@ -17,6 +17,8 @@ constexpr Site rule_snapshot{"check.record_is_of_its_moment"};
 constexpr Site rule_query{"check.query_teaches"};
 constexpr Site rule_event_sync{"check.event_sync_teaches"};
 constexpr Site rule_late_query{"check.query_of_what_is_not_done_teaches_nothing"};
+constexpr Site rule_failed_query{"check.failed_query_teaches"};
+constexpr Site rule_failed_event_sync{"check.failed_event_sync_teaches"};
 constexpr Site rule_state{"check.state_teaches"};
 constexpr Site rule_late_state{"check.state_of_what_is_not_done_teaches_nothing"};
 constexpr Site rule_copy_reads{"check.copy_reads"};
@@ -130,7 +132,13 @@ void CheckedRuntime::event_record(Event& event, StreamRef stream, Site site) {
 bool CheckedRuntime::event_query(const Event& event, Site site) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock(*checker_);
-  const bool done = inner_->event_query(*checked.inner, site);
+  bool done = false;
+  try {
+    done = inner_->event_query(*checked.inner, site);
+  } catch (...) {
+    if (!dropped(rule_failed_query)) checker_->learn(clock);  // it threw the event's error: done
+    throw;
+  }
   if (dropped(done ? rule_query : rule_late_query) == !done) checker_->learn(clock);
   return done;
 }
@@ -152,7 +160,12 @@ bool CheckedRuntime::event_sync_for(const Event& event, std::chrono::nanoseconds
                                     Site site) {
   const auto& checked = static_cast<const CheckedEvent&>(event);
   const Clock clock = checked.clock(*checker_);
-  if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+  try {
+    if (!inner_->event_sync_for(*checked.inner, timeout, site)) return false;
+  } catch (...) {
+    if (!dropped(rule_failed_event_sync)) checker_->learn(clock);
+    throw;
+  }
   if (!dropped(rule_event_sync)) checker_->learn(clock);
   return true;
 }

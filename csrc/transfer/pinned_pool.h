@@ -9,8 +9,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -21,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/changes.h"
 #include "runtime/runtime.h"
 #include "runtime/worker.h"
 #include "transfer/slabs.h"
@@ -120,10 +119,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::shared_ptr<Growth> start_prewarm(std::size_t bytes, std::size_t count);
   // True while the pool's own threads reserve memory.
   bool busy() const;
-  // For loops of try_allocate and grown: a number to be had before them, and a wait until it has
-  // changed, which it does whenever growth has made blocks or ended.
-  std::uint64_t changes() const noexcept { return changes_.load(); }
-  void wait_change(std::uint64_t seen, std::chrono::nanoseconds timeout);
+  // For loops of try_allocate and grown: noted whenever growth has made blocks or ended.
+  Changes& changes() noexcept { return changes_; }
 
   PoolStats stats();
   // Gives cached memory back to the system, slabs without a block in use; the bytes given back.
@@ -180,7 +177,6 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::byte* reserve(std::size_t bytes);
   void give_to_system(const Freed& freed) noexcept;
   bool grow_step(Growth& growth);  // false when nothing is left to begin
-  void changed() noexcept;
 
   std::shared_ptr<Runtime> runtime_;
   mutable std::mutex mutex_;
@@ -192,9 +188,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::map<std::size_t, SizeClass> sizes_;  // by capacity; none is ever taken out
   LiveBlocks live_;
 
-  std::mutex change_mutex_;
-  std::condition_variable change_;
-  std::atomic<std::uint64_t> changes_{0};
+  Changes changes_;
   std::size_t making_ = 0;  // slabs that the workers make
   // Two, so that one slab's pages are found while those of the one before are locked. Last: they
   // end before what they use.

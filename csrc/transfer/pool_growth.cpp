@@ -101,7 +101,7 @@ bool PinnedPool::grow_step(Growth& growth) {
       drop(growth, error);
     }
   }
-  changed();
+  changes_.note();
   return data != nullptr;
 }
 
@@ -117,7 +117,7 @@ void PinnedPool::cancel(Growth& growth) noexcept {
     OrderLock lock(*runtime_, mutex_, site_lock_cancel);
     drop(growth, nullptr);
   }
-  changed();
+  changes_.note();
 }
 
 bool PinnedPool::grown(const Growth& growth) {
@@ -135,9 +135,9 @@ void PinnedPool::prewarm(std::size_t bytes, std::size_t count) {
   const std::shared_ptr<Growth> growth = start_prewarm(bytes, count);
   if (!growth) return;
   for (;;) {
-    const std::uint64_t seen = changes();
+    const std::uint64_t seen = changes_.seen();
     if (grown(*growth)) return;
-    wait_change(seen, std::chrono::seconds(1));
+    changes_.wait(seen, std::chrono::seconds(1));
   }
 }
 
@@ -155,19 +155,6 @@ std::shared_ptr<Growth> PinnedPool::start_prewarm(std::size_t bytes, std::size_t
 bool PinnedPool::busy() const {
   OrderLock lock(*runtime_, mutex_, site_lock_busy);
   return making_ > 0;
-}
-
-void PinnedPool::changed() noexcept {
-  {
-    std::lock_guard lock(change_mutex_);
-    ++changes_;
-  }
-  change_.notify_all();
-}
-
-void PinnedPool::wait_change(std::uint64_t seen, std::chrono::nanoseconds timeout) {
-  std::unique_lock lock(change_mutex_);
-  change_.wait_for(lock, timeout, [&] { return changes_ != seen; });
 }
 
 }  // namespace streamlap

@@ -89,6 +89,8 @@ class Transfer {
   bool kept_for_ever() const noexcept { return kept_for_ever_; }
   // All that was enqueued for it is known to have ended, well or not.
   bool ended() noexcept;
+  // Not ended, but it may yet: no error that was thrown is its own.
+  bool pending() noexcept { return !ended() && !kept_for_ever_; }
   // For an abandoned transfer: that, and the streams of also_after() and outlive() have got there.
   bool over() noexcept;
 

@@ -11,7 +11,7 @@ import contextvars
 import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from streamlap import _native, foreign
 from streamlap.checked import Checked
 from streamlap.checks import as_count
-from streamlap.errors import CaptureError, InvalidArgument, InvalidType
+from streamlap.errors import CaptureError, DeviceError, InvalidArgument, InvalidType
 from streamlap.serving import Place as Place
 from streamlap.serving import cuda_reason as cuda_reason
 from streamlap.serving import cuda_runtime as cuda_runtime
@@ -264,6 +264,34 @@ def _native_handle(stream: StreamLike, index: int) -> tuple[int, int]:
 def _device_of(stream: StreamLike, default: int) -> int:
     own = getattr(stream, "device_id", default)  # CuPy's name for it; -1: the current device
     return own if isinstance(own, int) and own >= 0 else default
+
+
+class _Delivery:
+    """A callable for a worker, whose waiter is told if it is dropped without having run."""
+
+    def __init__(self, run: Callable[[], object], lost: Callable[[Exception], object]) -> None:
+        self._run = run
+        self._lost: Callable[[Exception], object] | None = lost
+
+    def __call__(self) -> None:
+        self._lost = None
+        self._run()
+
+    def __del__(self) -> None:
+        if self._lost is not None and not _native.ending():
+            self._lost(DeviceError("the worker failed before it came to this item"))
+
+
+def compute_on(
+    place: Place, run: Callable[[], object], lost: Callable[[Exception], object]
+) -> None:
+    """Let the worker of a logical CPU device call ``run``; if it never will, ``lost(error)``.
+
+    What left an earlier callable is not this one's error, and is taken off the worker.
+    """
+    stream = place.compute_stream()
+    stream.reset_error()
+    stream.launch(_Delivery(run, lost))
 
 
 def require_no_capture(stream: _native.Stream | None, operation: str) -> None:

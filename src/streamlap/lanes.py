@@ -21,6 +21,7 @@ from streamlap.devices import (
     Place,
     StreamLike,
     as_stream,
+    compute_on,
     require_no_capture,
     streams_in_use,
 )
@@ -283,7 +284,12 @@ class HostLane(Lane):
         super().fail(error)
 
     def _launch(self, index: int) -> None:
-        self._compute.launch(lambda: self._step(index))
+        compute_on(self._job.place, lambda: self._step(index), self._skipped)
+
+    def _skipped(self, error: Exception) -> None:
+        self._control.stop(error)
+        for slot in self.slots:
+            slot.revoke(error)
 
     def _compute_and_copy(self, index: int) -> Transfer:
         try:

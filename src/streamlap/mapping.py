@@ -13,6 +13,7 @@ from streamlap import _native, observe
 from streamlap.arrays import Tree, flatten
 from streamlap.devices import (
     Place,
+    compute_on,
     cuda_in_use,
     current_stream,
     place_of,
@@ -142,10 +143,11 @@ def _issue(
             control.check()
             slot.fill(modes.run(compute_and_copy))
         except Stopped as error:
-            slot.fill(None, error)
+            # Its traceback would keep this frame, which has the slot: a circle.
+            slot.fill(None, error.with_traceback(None))
         except BaseException as error:
             control.stop(Stopped("an earlier item failed"))
             slot.fill(None, _raised(error, index))
 
-    worker.compute_stream().launch(compute)
+    compute_on(worker, compute, lambda error: slot.fill(None, annotate(error, index)))
     return True

@@ -161,7 +161,7 @@ class PinnedPool:
         if growth is None or not wait:
             return
         try:
-            growth.wait()
+            growth.wait()  # site: pinned.prewarm
         except BaseException:
             growth.cancel()
             raise

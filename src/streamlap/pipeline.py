@@ -12,7 +12,7 @@ import torch
 from streamlap import _native, foreign, observe, watch
 from streamlap.arrays import Tree, as_destination, as_source, check_matches, overlapping
 from streamlap.checks import as_callable, as_count, as_dtype, as_flag, as_pin
-from streamlap.devices import Place, StreamLike, as_stream, current_stream, place_of
+from streamlap.devices import Place, StreamLike, as_stream, compute_on, current_stream, place_of
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted, UnsupportedTensor
 from streamlap.group import Slot, TransferGroup
@@ -109,7 +109,11 @@ def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> lis
     try:
         for lane in workers:
             slot = Slot()
-            checked[lane].place.compute_stream().launch(functools.partial(work, lane, slot))
+            compute_on(
+                checked[lane].place,
+                functools.partial(work, lane, slot),
+                functools.partial(slot.fill, None),
+            )
             slots.append(slot)
         with torch.no_grad(), contextlib.ExitStack() as lent:
             for lane in inline:

@@ -118,7 +118,8 @@ class Transfer:
             if not all(part.native.done() for part in self._parts):
                 return False
         except Exception as error:
-            if not all(_settled(part.native) for part in self._parts):
+            # It may be the question that failed, not the copy.
+            if any(part.native.pending() for part in self._parts):
                 return False
             self._note_error(error)
             return True
@@ -395,8 +396,7 @@ class Transfer:
 
     def _release_done(self) -> None:
         """Let go of the source of a transfer that a stream was made to wait for."""
-        if self.done():
-            self._finish()
+        self.done()
 
     def _consumer(self, place: Place, stream: StreamLike) -> _native.Stream | None:
         if stream is None:
@@ -452,10 +452,3 @@ class Transfer:
             leaf.value() if isinstance(leaf, Copied) else leaf for leaf in self._leaves[first:last]
         ]
         return unflatten(values, spec)
-
-
-def _settled(native: _native.Transfer) -> bool:
-    try:
-        return native.done()
-    except Exception:
-        return True

@@ -253,6 +253,7 @@ void late(World& w) {
   Held transfer(w, std::move(request));
   w.poll([&] { return transfer->issued(); });
   w.wait([&](auto slice) { return transfer->issued_for(slice); });
+  w.poll([&] { return transfer->issued(); });
   w.wait([&](auto slice) { return transfer->source_sync_for(slice); });
   std::memset(source->data(), poison, size);
   transfer->stream_wait(w.consumer);

@@ -637,3 +637,22 @@ TEST(what_a_callable_holds_dies_as_the_callable) {
   lab.runtime->stream_sync(stream, here);
   CHECK(!racy);
 }
+
+TEST(an_event_that_threw_its_error_is_done) {
+  for (bool asked : {false, true}) {
+    Lab lab(host_backend());
+    auto data = lab.pinned(size);
+    StreamRef stream = lab.host();
+    lab.produce(stream, data->data(), 1, size);
+    lab.runtime->launch([] { throw Error(ErrorKind::runtime, "deliberate"); }, stream);
+    EventPtr end = lab.record(stream);
+    if (asked) {
+      lab.runtime->stream_wait(lab.host(), *end, here);
+      while (!lab.runtime->idle()) std::this_thread::yield();
+      CHECK_THROWS(lab.runtime->event_query(*end, here), Error);
+    } else {
+      CHECK_THROWS(lab.in_time(end), Error);
+    }
+    CHECK(!refused([&] { lab.runtime->host_reads(data->data(), size); }));
+  }
+}
