@@ -293,6 +293,12 @@ void bind_runtime(py::module_& module) {
           },
           py::arg("stream"), py::arg("pointer"), py::arg("nbytes"), py::arg("writes"))
       .def(
+          "fresh",
+          [](Runtime& self, std::uintptr_t pointer, std::size_t bytes) {
+            self.fresh(reinterpret_cast<void*>(pointer), bytes);
+          },
+          py::arg("pointer"), py::arg("nbytes"))
+      .def(
           "host_reads",
           [](Runtime& self, std::uintptr_t pointer, std::size_t bytes) {
             self.host_reads(reinterpret_cast<const void*>(pointer), bytes);

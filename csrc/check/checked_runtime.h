@@ -58,6 +58,7 @@ class CheckedRuntime final : public Runtime {
 
   bool checked() const noexcept override { return true; }
   void taken(void* pointer, std::size_t bytes) override;
+  void fresh(void* pointer, std::size_t bytes) override { checker_->fresh(pointer, bytes); }
   void host_reads(const void* pointer, std::size_t bytes) override;
   void declare(StreamRef stream, const void* pointer, std::size_t bytes, bool writes) override;
   void lock_acquired(const void* lock, Site site) noexcept override;

@@ -80,6 +80,7 @@ class ProxyRuntime : public Runtime {
   }
   bool checked() const noexcept override { return inner_->checked(); }
   void taken(void* pointer, std::size_t bytes) override { inner_->taken(pointer, bytes); }
+  void fresh(void* pointer, std::size_t bytes) override { inner_->fresh(pointer, bytes); }
   void host_reads(const void* pointer, std::size_t bytes) override {
     inner_->host_reads(pointer, bytes);
   }

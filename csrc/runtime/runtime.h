@@ -144,6 +144,9 @@ class Runtime {
   // What a checker is told beside the calls above; nothing by default.
   // Pool memory is handed to somebody new: everybody before must be done with it.
   virtual void taken(void* /*pointer*/, std::size_t /*bytes*/) {}
+  // Memory that another library has just given to the caller: whoever had it before is done with
+  // it.
+  virtual void fresh(void* /*pointer*/, std::size_t /*bytes*/) {}
   // The calling thread may read from now on.
   virtual void host_reads(const void* /*pointer*/, std::size_t /*bytes*/) {}
   // Work that others have enqueued on a stream reads or writes memory.

@@ -273,9 +273,13 @@ def _new_ordinary(
     """Return a tensor in ordinary memory; a mapping's pages become present as it is written."""
     nbytes = count * dtype.itemsize
     if nbytes < MAPPED or not place.is_cuda:
-        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(_native.Pages(nbytes), dtype=dtype, count=count)
-    return flat.as_strided(shape, stride)
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    else:
+        flat = torch.frombuffer(_native.Pages(nbytes), dtype=dtype, count=count)
+        made = flat.as_strided(shape, stride)
+    if place.checked:
+        place.runtime.fresh(made.data_ptr(), nbytes)
+    return made
 
 
 def _add_to_cpu(

@@ -34,9 +34,12 @@ class Upstream final : public ProxyRuntime {
       throw Error(ErrorKind::out_of_memory, "refused " + std::to_string(bytes) + " bytes");
     }
     if (break_next.exchange(false)) throw Error(ErrorKind::runtime, "broken");
-    if (held + bytes > cap) throw Error(ErrorKind::out_of_memory, "over the cap");
-    void* pointer = ProxyRuntime::alloc_pinned(bytes);
     const std::size_t now_held = held += bytes;
+    if (now_held > cap) {
+      held -= bytes;
+      throw Error(ErrorKind::out_of_memory, "over the cap");
+    }
+    void* pointer = ProxyRuntime::alloc_pinned(bytes);
     std::size_t seen = most;
     while (now_held > seen && !most.compare_exchange_weak(seen, now_held)) {
     }
