@@ -27,6 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "streamlap"
+TRIES = 3
+"""How often a killer may look on; one that has to is told in the line."""
 MARK = re.compile(r"# site: ([\w.]+)$")
 LIMIT = {"python": 60.0, "python_cuda": 120.0}
 
@@ -156,12 +158,16 @@ def main() -> int:
     def one(name: str) -> tuple[str, str]:
         path, number = found[name]
         changed = (path, without(path, number, instead.get(name)))
-        return name, judge(changed, [killers[name]], LIMIT[kind])[0]
+        # Threads may happen to come in the right order without what orders them.
+        ends = [judge(changed, [killers[name]], LIMIT[kind])[0]]
+        while ends[-1] == "passes" and len(ends) < TRIES:
+            ends.append(judge(changed, [killers[name]], LIMIT[kind])[0])
+        return name, ends[-1] if len(ends) == 1 else f"{ends[-1]} at try {len(ends)}"
 
     killed = 0
     with ThreadPoolExecutor(1 if given.cuda else 2) as pool:
         for name, end in pool.map(one, names):
-            dead = end in ("fails", "hangs") or end.startswith("signal")
+            dead = end.startswith(("fails", "hangs", "signal"))
             killed += dead
             how = "" if end == "fails" else f" ({end})"
             print(
