@@ -16,6 +16,20 @@ from .rows import Tensors, Way
 from .work import Job
 
 
+class PipelinedRunOut(Way):
+    """``pipelined_run`` into ordinary memory whose pages are there."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.out = torch.zeros(job.n, *job.x.shape, dtype=job.x.dtype)
+
+    def poison(self) -> None:
+        poison([self.out])
+
+    def go(self) -> Tensors:
+        return streamlap.pipelined_run(self.job.x, n=self.job.n, out=self.out)
+
+
 class PipelinedRun(Way):
     """``pipelined_run``, on one device or several."""
 
@@ -89,6 +103,21 @@ class ToCpuOut(Way):
 
     def go(self) -> Tensors:
         return streamlap.to_cpu(self.sources, out=self.out).result()
+
+
+class ToDevice(Way):
+    """``to_device`` of a list, into memory that is there."""
+
+    def __init__(self, sources: Sequence[torch.Tensor], device: torch.device) -> None:
+        self.sources = list(sources)
+        self.device = device
+        self.out = [torch.empty_like(source, device=device) for source in sources]
+
+    def poison(self) -> None:
+        poison(self.out)
+
+    def go(self) -> Tensors:
+        return streamlap.to_device(self.sources, self.device, out=self.out).result()
 
 
 class PoolGrowth(Way):

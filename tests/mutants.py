@@ -32,6 +32,7 @@ TABLE = ROOT / "tests" / "mutants.toml"
 HOST_FOLDERS = ("base", "check", "host", "runtime", "transfer")
 CUDA_FOLDERS = ("cuda",)
 PROGRAMS = ("test_order_checker", "test_locks", "test_pinned_pool", "test_copy_engine")
+PROGRAMS += ("test_staging",)
 PROGRAMS += ("test_worker", "test_runtime_contract", "test_cuda_order", "test_cuda_context")
 HANG = {"host": 8.0, "cuda": 30.0}
 """Seconds after which a program has noticed: with the site it ends in far less."""

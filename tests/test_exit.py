@@ -51,7 +51,7 @@ ENDS = {
     "pool_full": (
         "pool = streamlap.PinnedPool(1 << 20)\n"
         "kept = [streamlap.empty_pinned(1 << 18, torch.uint8, pool) for _ in range(4)]\n"
-        "try:\n    streamlap.to_cpu(x, pool=pool)\n"
+        "try:\n    streamlap.to_cpu(x, pin=True, pool=pool)\n"
         "except streamlap.PoolExhausted as error:\n    kept.append(error)",
         0,
         None,

@@ -28,9 +28,10 @@ PLAIN_LOCK = re.compile(r"std::(lock_guard|unique_lock|scoped_lock|shared_lock)"
 ORDERS = {
     *("wait_on_stream", "hold_stream", "sync", "leaf_sync", "chunk_sync", "synchronize", "wait"),
     *("record", "record_use", "wait_source", "release_source", "release_all", "_settle", "settle"),
+    *("source_sync", "wait_source_on_stream", "_wait_read"),
     *("_hold", "_drain", "_wait_done", "_release_done", "complete", "wait_stream"),
 }
-ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "from_host_stream", "finish"}
+ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "staged", "finish"}
 ORDERING_MODULES = {
     *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
     *("mapping", "batch", "pinned", "group", "devices", "direct", "grouped"),

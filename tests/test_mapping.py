@@ -267,7 +267,7 @@ def test_pool_exhausted_underway(where):
     pool = streamlap.PinnedPool(64 << 10)
     x = random_numbers((64, 64), where=where)
     kept = []
-    generator = pipelined_map(lambda x: x + 1, [x] * 10, depth=1, pool=pool)
+    generator = pipelined_map(lambda x: x + 1, [x] * 10, depth=1, pin=True, pool=pool)
     with pytest.raises(streamlap.PoolExhausted) as caught:
         kept.extend(generator)
     assert len(kept) == 4

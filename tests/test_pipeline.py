@@ -470,7 +470,7 @@ def test_results_that_cannot_fit_are_refused_before_the_first_product(where):
     held = streamlap.empty_pinned(4 << 10, torch.uint8, pool)
     before = pool.stats()
     with pytest.raises(streamlap.PoolExhausted, match="65536") as caught:
-        pipelined_run(x, n=5, pool=pool)
+        pipelined_run(x, n=5, pin=True, pool=pool)
     assert isinstance(caught.value, MemoryError)
     assert caught.value.used == held.nbytes
     assert caught.value.limit == 64 << 10
@@ -484,7 +484,7 @@ def test_a_pool_that_is_used_up_underway(where):
     pool = streamlap.PinnedPool(64 << 10)
     x = random_numbers((64, 64), where=where)
     with pytest.raises(streamlap.PoolExhausted) as caught:
-        pipelined_run(x, n=10, fn=lambda x: x + 1, pool=pool)
+        pipelined_run(x, n=10, fn=lambda x: x + 1, pin=True, pool=pool)
     assert caught.value.streamlap_index == 4
     assert caught.value.limit == 64 << 10
     assert eventually(lambda: pool.stats()["live"] == 0)

@@ -28,7 +28,7 @@ def _restored():
 @pytest.mark.parametrize("limit", [4 * KIB, 64 * KIB, MIB, 100 * MIB, 2 * GIB, 500 * GIB])
 def test_defaults_suit_any_machine(cores, limit):
     made = for_machine(cores, limit)
-    assert 1 <= made.stage_threads <= max(1, cores - 1)
+    assert 1 <= made.stage_threads <= max(1, cores // 2)
     assert 1 <= made.populate_threads <= cores
     assert made.stage_slots >= 2
     ring = made.stage_slots * made.stage_slot_bytes
@@ -43,7 +43,7 @@ def test_a_large_machine_has_the_usual_numbers():
 def test_a_small_machine_has_smaller_ones():
     made = for_machine(2, 256 * MIB)
     assert (made.stage_threads, made.populate_threads) == (1, 2)
-    assert made.stage_slots * made.stage_slot_bytes == 32 * MIB
+    assert made.stage_slots * made.stage_slot_bytes == 16 * MIB
 
 
 def test_a_plain_call_stays_and_a_block_restores():
@@ -115,7 +115,10 @@ def test_a_ring_or_a_slab_beyond_the_limit_is_refused():
     with pytest.raises(streamlap.InvalidArgument, match="a slab"):
         configure(slab_bytes=limit + 1)
     assert policy_in_force() == before
-    configure(stage_slots=2, stage_slot_bytes=limit // 2)
+    with pytest.raises(streamlap.InvalidArgument, match="each way"):
+        configure(stage_slots=33, stage_slot_bytes="2MiB")
+    assert policy_in_force() == before
+    configure(stage_slots=2, stage_slot_bytes=min(limit // 2, 32 * MIB))
 
 
 def test_the_limit_of_the_environment_counts(monkeypatch):
@@ -126,7 +129,7 @@ def test_the_limit_of_the_environment_counts(monkeypatch):
 
 
 def test_threads_lose_no_change():
-    names = ["depth", "stage_slots", "stage_threads", "populate_threads"]
+    names = ["depth", "chunk_bytes", "stage_threads", "populate_threads"]
     start = threading.Barrier(len(names))
 
     def work(name):

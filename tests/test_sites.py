@@ -115,6 +115,12 @@ def test_a_stream_that_writes_the_source_waits(simulation):
     assert torch.equal(transfer.result(), numbers())
 
 
+def test_the_thread_that_reads_the_destination_waits(simulation):
+    out = numbers(start=100)
+    assert to_cpu(numbers(), out=out).wait() is None
+    assert torch.equal(out, numbers())
+
+
 def test_a_protected_source_may_be_written_at_once(simulation):
     source = numbers()
     transfer = to_cpu(source, protect=True)
@@ -169,6 +175,17 @@ def test_the_short_way_starts_after_its_stream(simulation):
     assert torch.equal(transfer.result(), numbers())
 
 
+def test_a_source_that_has_been_read_is_let_go_of(simulation):
+    array = np.zeros(64, np.float32)
+    alive = weakref.ref(array)
+    transfer = to_cpu(array)
+    transfer._wait_read()
+    del array
+    gc.collect()
+    assert alive() is None
+    assert not transfer.result().any()
+
+
 def test_every_leaf_of_a_tree_is_borrowed(simulation):
     sources = [numbers(), numbers()]
     transfer = to_cpu(sources)
@@ -191,7 +208,7 @@ def stand_in(log, name):
 
 
 def gpu(engine=None):
-    return types.SimpleNamespace(is_cuda=True, index=0, engine=engine)
+    return types.SimpleNamespace(is_cuda=True, index=0, engine=engine, shape_ring=lambda: None)
 
 
 def test_what_is_packed_is_made_after_its_producer(monkeypatch):
@@ -215,7 +232,7 @@ def planned_to_cpu(dst, stage=None):
     batches, borrowed = {}, []
     source = as_source(numbers())
     copied = Copied(dst, False)
-    plan_host._add_to_cpu(batches, 0, copied, stage, source, None, gpu(), borrowed)
+    plan_host._add_to_cpu(batches, 0, copied, stage, source, gpu(), borrowed)
     (batch,) = batches.values()
     return source, batch, borrowed
 
@@ -254,14 +271,14 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    ("path", "to_device"), [("driver", False), ("unpack", False), ("unpack", True)]
+    ("path", "to_device"), [("staged", False), ("unpack", False), ("unpack", True)]
 )
 def test_a_batch_asks_for_the_order_of_its_path(path, to_device, monkeypatch):
     engine = Engine()
     monkeypatch.setattr(batch, "external_stream", lambda handle, index: None)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     batch.submit_batch(batch.Batch(), path, gpu(engine), to_device, [], 1 << 20)
-    assert engine.asked["from_host_stream"] is (path == "driver")
+    assert engine.asked["staged"] is (path == "staged")
     assert (engine.asked["finish"] is not None) is (path == "unpack" and not to_device)
     assert engine.completed == ([("native", 5)] if to_device else [])
 

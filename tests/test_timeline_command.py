@@ -157,7 +157,7 @@ def test_a_profiler_gets_nvtx_ranges(tmp_path):
         f"streamlap: cuda:0 to host, {nbytes} bytes",
         "streamlap: fn 1",
         f"streamlap: cuda:0 to host, {nbytes} bytes",
-        "streamlap: cuda:0 to device (driver), 16 bytes",
+        "streamlap: cuda:0 to device (staged), 16 bytes",
     ]
     ranges.unlink()
     done = run("-c", JOB, RANGES=str(ranges))

@@ -80,7 +80,7 @@ def test_who_waited_for_whom_is_added_up():
         ([compute(0, 1), copy(1, 2), compute(2, 3), copy(3, 4)], "2.00 x the limit"),
         ([compute(0, 1), copy(1, 2), wait("a", "b", 0, 2)], "a waited 2.000 s for b"),
         ([*JOB, Span("growth", "g", "thread", 0, 3)], "cold pool"),
-        ([compute(0, 4), copy(0, 4, path="driver")], "ordinary memory"),
+        ([compute(0, 4), copy(0, 4, path="staged")], "ordinary memory"),
         ([compute(0, 1)], "only compute"),
         ([copy(0, 1)], "only copies"),
     ],

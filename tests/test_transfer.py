@@ -99,14 +99,14 @@ def test_the_interval_is_unknown_before_the_copy_is_done(held):
 def test_the_path_says_how_it_was_copied():
     x = random_bits((10, 10), where="cuda:0")
     paths = {
-        "driver": to_cpu(x, pin=False),
+        "staged": to_cpu(x, pin=False),
         "unpack": to_cpu(x, out=torch.empty(10, 20)[:, ::2]),
         "direct": to_cpu(x[:, ::2]),
     }
     for path, transfer in paths.items():
         transfer.result()
         assert transfer.stats()["paths"] == [path]
-    assert to_device(torch.ones(3), "cuda").stats()["paths"] == ["driver"]
+    assert to_device(torch.ones(3), "cuda").stats()["paths"] == ["staged"]
 
 
 def test_wait_of_to_cpu_gives_nothing_and_orders(where):

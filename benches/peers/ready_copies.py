@@ -37,6 +37,30 @@ class CopyEach(_Ready):
         return self.ready
 
 
+class CopyToDevice(Way):
+    """``copy_`` of each from host memory, pinned or ordinary."""
+
+    def __init__(self, sources: Sequence[torch.Tensor], device: torch.device, pinned: bool) -> None:
+        self.given = list(sources)
+        self.sources = [source.pin_memory() for source in sources] if pinned else self.given
+        self.pinned = pinned
+        self.ready = [torch.empty_like(source, device=device) for source in sources]
+
+    def before(self) -> None:
+        if self.pinned:  # what is to be copied changes every round
+            for own, given in zip(self.sources, self.given, strict=True):
+                own.copy_(given)
+
+    def poison(self) -> None:
+        poison(self.ready)
+
+    def go(self) -> Tensors:
+        for result, source in zip(self.ready, self.sources, strict=True):
+            result.copy_(source, non_blocking=True)
+        synchronize([self.ready[0].device])
+        return self.ready
+
+
 class ForeachCopy(_Ready):
     """``torch._foreach_copy_``: one call for the list."""
 

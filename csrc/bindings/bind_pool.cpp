@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/pages.h"
 #include "base/process.h"
 #include "bindings/py_block.h"
 #include "bindings/types.h"
@@ -90,6 +91,24 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
     return pool->record_use(reinterpret_cast<const void*>(pointer), stream.ref);
   });
 }
+
+// Ordinary memory of its own mapping, on huge pages where there are some. A forked child has its
+// own copy, so it may be unmapped there, too.
+class PyPages {
+ public:
+  explicit PyPages(std::size_t bytes)
+      : bytes_(bytes), data_(pages::map(bytes, pages::Fork::shared)) {}
+  ~PyPages() { pages::unmap(data_, bytes_); }
+  PyPages(const PyPages&) = delete;
+  PyPages& operator=(const PyPages&) = delete;
+
+  void* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
 
 // Uses of the block around `pointer`, declared by record_use().
 std::vector<PyEvent> uses_of(std::uintptr_t pointer, const std::shared_ptr<Runtime>& runtime) {
@@ -220,6 +239,13 @@ void bind_pool(py::module_& module) {
       .def("cancel", [](const PyGrowth& self) {
         GilRelease released;
         self.pool->cancel(*self.growth);
+      });
+
+  py::class_<PyPages>(module, "Pages", py::buffer_protocol())
+      .def(py::init<std::size_t>(), py::arg("nbytes"))
+      .def_buffer([](PyPages& self) {
+        return py::buffer_info(self.data(), 1, py::format_descriptor<std::uint8_t>::format(),
+                               static_cast<py::ssize_t>(self.bytes()));
       });
 
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "Pool")

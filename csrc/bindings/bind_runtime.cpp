@@ -246,15 +246,18 @@ void bind_runtime(py::module_& module) {
           py::arg("device"), py::arg("handle"))
       .def("synchronize",
            [](Runtime& self, int device) {
-             for (const EventPtr& mark : self.mark_workers(device)) {
-               try {
-                 wait_sliced(self, std::nullopt, [&](std::chrono::nanoseconds slice) {
-                   return self.event_sync_for(*mark, slice, site_python);
-                 });
-               } catch (const PythonError&) {
-                 // Whoever owns that work is told; this only waits for its end.
-               } catch (const Error&) {
-                 if (self.event_state(*mark, site_python) != EventState::passed) throw;
+             // Twice: what a worker issues in its last task may be another's work.
+             for (int round = 0; round < 2; ++round) {
+               for (const EventPtr& mark : self.mark_workers(device)) {
+                 try {
+                   wait_sliced(self, std::nullopt, [&](std::chrono::nanoseconds slice) {
+                     return self.event_sync_for(*mark, slice, site_python);
+                   });
+                 } catch (const PythonError&) {
+                   // Whoever owns that work is told; this only waits for its end.
+                 } catch (const Error&) {
+                   if (self.event_state(*mark, site_python) != EventState::passed) throw;
+                 }
                }
              }
              if (!self.uses_device_memory()) return;

@@ -19,9 +19,9 @@ using PyItem = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size
 std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, int device,
                                    bool to_device, const std::vector<PyItem>& items,
                                    const std::vector<const PyStream*>& after,
-                                   std::size_t chunk_bytes, bool from_host_stream,
-                                   const py::object& finish, bool open_ended,
-                                   const py::object& keep_source,
+                                   std::size_t chunk_bytes, bool staged,
+                                   const std::vector<std::size_t>& fresh, const py::object& finish,
+                                   bool open_ended, const py::object& keep_source,
                                    const py::object& keep_destination, bool timed, bool traced) {
   TransferRequest request;
   request.device = device;
@@ -41,7 +41,8 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
     request.after.push_back(stream->ref);
   }
   request.policy.chunk_bytes = chunk_bytes;
-  request.from_host_stream = from_host_stream;
+  request.staged = staged;
+  for (std::size_t index : fresh) request.items.at(index).fresh = true;
   if (!finish.is_none()) request.finish = as_task(finish);
   request.open_ended = open_ended;
   request.timed = timed;
@@ -86,6 +87,22 @@ void wait_on_stream(const PyTransfer& self, const PyStream& stream) {
   });
   GilRelease released;
   transfer->stream_wait(stream.ref);
+}
+
+// Blocks until the copies are issued; then the stream waits until the source has been read.
+void wait_source_on_stream(const PyTransfer& self, const PyStream& stream) {
+  auto transfer = self.get();
+  if (stream.runtime != transfer->runtime()) {
+    throw Error(ErrorKind::invalid_argument, std::string("a stream of runtime '") +
+                                                 stream.runtime->name() +
+                                                 "' cannot wait for a copy of another runtime");
+  }
+  const bool on_host = transfer->reads_on_host();
+  wait_sliced(*transfer->runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
+    return on_host ? transfer->source_sync_for(slice) : transfer->issued_for(slice);
+  });
+  GilRelease released;
+  transfer->stream_wait_source(stream.ref);
 }
 
 // Later work of `stream`, which runs callables, starts after the end of the transfer, failed or
@@ -198,7 +215,15 @@ void bind_transfer(py::module_& module) {
            })
       .def("pending", [](const PyTransfer& self) { return self.get()->pending(); })
       .def("issued", [](const PyTransfer& self) { return self.get()->issued(); })
+      .def("source_sync",
+           [](const PyTransfer& self) {
+             auto transfer = self.get();
+             return wait_sliced(
+                 *transfer->runtime(), std::nullopt,
+                 [&](std::chrono::nanoseconds slice) { return transfer->source_sync_for(slice); });
+           })
       .def("wait_on_stream", &wait_on_stream)
+      .def("wait_source_on_stream", &wait_source_on_stream)
       .def("hold_stream", &hold_stream)
       .def("elapsed_from",
            [](const PyTransfer& self, const PyTransfer& first) {
@@ -226,10 +251,11 @@ void bind_transfer(py::module_& module) {
       .def("synchronize", &sync_marks)
       .def("times", &times_of, py::arg("base"), py::arg("base_time"));
 
+  module.attr("most_staged") = StagingOptions::most_pinned / 2;  // each way
   py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(module, "Engine")
       .def("submit", &submit, py::kw_only(), py::arg("device"), py::arg("to_device"),
-           py::arg("items"), py::arg("after"), py::arg("chunk_bytes"),
-           py::arg("from_host_stream") = false, py::arg("finish") = py::none(),
+           py::arg("items"), py::arg("after"), py::arg("chunk_bytes"), py::arg("staged") = false,
+           py::arg("fresh") = std::vector<std::size_t>(), py::arg("finish") = py::none(),
            py::arg("open_ended") = false, py::arg("keep_source"), py::arg("keep_destination"),
            py::arg("timed") = true, py::arg("traced") = false)
       .def("complete",
@@ -250,6 +276,24 @@ void bind_transfer(py::module_& module) {
                 self.copy_stream(device, to_device ? Direction::to_device : Direction::to_host)};
           },
           py::arg("device"), py::arg("to_device"))
+      .def(
+          "configure_staging",
+          [](CopyEngine& self, std::size_t slots, std::size_t slot_bytes, int threads,
+             int populate_threads) {
+            StagingOptions options;
+            options.slots = slots;
+            options.slot_bytes = slot_bytes;
+            options.copiers = threads;
+            options.populators = populate_threads;
+            self.configure_staging(options);
+          },
+          py::arg("slots"), py::arg("slot_bytes"), py::arg("threads"), py::arg("populate_threads"))
+      .def("staging_bytes", &CopyEngine::staging_bytes)
+      .def("trim_staging",
+           [](CopyEngine& self) {
+             GilRelease released;
+             return self.trim_staging();
+           })
       .def("abandoned", [](CopyEngine& self) {
         GilRelease released;
         return self.reap();

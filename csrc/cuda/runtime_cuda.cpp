@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/process.h"
+#include "base/stream_copy.h"
 #include "cuda/context.h"
 #include "cuda/cuda_event.h"
 #include "cuda/kernels/gate.h"
@@ -337,7 +338,8 @@ double CudaRuntime::event_time(const Event& event) {
 
 void CudaRuntime::copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) {
   if (stream.kind == StreamKind::host) {
-    throw Error(ErrorKind::invalid_argument, "a copy needs a CUDA stream, not a host stream");
+    worker(stream).task([=] { stream_copy(dst, src, bytes); });
+    return;
   }
   DeviceGuard guard(stream.device);
   check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, native(stream)), "cudaMemcpyAsync",
@@ -368,9 +370,12 @@ std::vector<EventPtr> CudaRuntime::mark_workers(int device) {
 
 void CudaRuntime::device_sync(int device) {
   DeviceGuard guard(device);
-  // The workers first: they may have CUDA work yet to issue.
-  for (const CompletionPtr& completion : workers_.mark(device)) {
-    if (!dropped(site_device_workers)) completion->wait();
+  // The workers first: they may have CUDA work yet to issue. Twice: what one of them issues may be
+  // another's work.
+  for (int round = 0; round < 2; ++round) {
+    for (const CompletionPtr& completion : workers_.mark(device)) {
+      if (!dropped(site_device_workers)) completion->wait();
+    }
   }
   if (dropped(site_device)) return;
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device " + std::to_string(device));

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/process.h"
+#include "base/stream_copy.h"
 #include "runtime/host_gate.h"
 
 namespace streamlap {
@@ -137,7 +138,11 @@ double HostRuntime::event_time(const Event& event) {
 }
 
 void HostRuntime::copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) {
-  worker(stream).task([=] { std::memcpy(dst, src, bytes); });
+  if (stream.kind == StreamKind::host) {
+    worker(stream).task([=] { stream_copy(dst, src, bytes); });
+  } else {
+    worker(stream).task([=] { std::memcpy(dst, src, bytes); });
+  }
 }
 
 void HostRuntime::launch(std::function<void()> task, StreamRef stream) {
@@ -162,7 +167,10 @@ std::vector<EventPtr> HostRuntime::mark_workers(int device) {
 void HostRuntime::device_sync(int device) {
   check_device(device);
   if (dropped(site_device_sync)) return;
-  for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
+  // Twice: what a worker issues in its last task may be another's work.
+  for (int round = 0; round < 2; ++round) {
+    for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
+  }
 }
 
 bool HostRuntime::idle() { return workers_.idle(); }

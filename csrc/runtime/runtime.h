@@ -137,7 +137,8 @@ class Runtime {
 
   // Any direction; ranges must not overlap. Page-locked or device memory: returns at once, but CUDA
   // copies from host to host in the calling thread, after the stream's work.
-  // Ordinary memory on CUDA: may block, so it is called from a host stream.
+  // Ordinary memory on CUDA: may block. On a stream of kind host: its thread copies, and both
+  // ranges are host memory.
   virtual void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) = 0;
   // Runs a callable in order with the stream's work. CUDA: on streams of kind host only.
   virtual void launch(std::function<void()> task, StreamRef stream) = 0;

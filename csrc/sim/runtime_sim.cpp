@@ -259,15 +259,16 @@ void SimRuntime::run_beside_host(Lock& lock, bool callables) {
 
 void SimRuntime::copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) {
   Stream& on = stream_of(stream);
-  if (options_.device_rules && stream.kind == StreamKind::host) {
-    throw Error(ErrorKind::invalid_argument, "a copy needs a device's stream, not a host stream");
-  }
   Op op;
   op.kind = Op::Kind::copy;
   op.dst = static_cast<std::byte*>(dst);
   op.src = static_cast<const std::byte*>(src);
   op.bytes = bytes;
   Lock lock(mutex_);
+  if (options_.device_rules && stream.kind == StreamKind::host &&
+      (on_device(op.src) || on_device(op.dst))) {
+    throw Error(ErrorKind::invalid_argument, "a host stream reaches no device memory");
+  }
   issue(lock, on, std::move(op));
 }
 
@@ -702,16 +703,19 @@ std::vector<EventPtr> SimRuntime::mark_workers(int device) {
 void SimRuntime::device_sync(int device) {
   check_device(device);
   Lock lock(mutex_);
-  std::vector<MarkPtr> marks;
-  for (std::size_t i = 0; i < streams_.size(); ++i) {
-    Stream& stream = *streams_[i];
-    if (stream.ref.device != device || (stream.ops.empty() && !stream.busy)) continue;
-    if (t_body_stream == &stream) continue;
-    marks.push_back(record(lock, stream));
-  }
-  for (const MarkPtr& mark : marks) {
-    block(lock, mark, std::chrono::nanoseconds::max(),
-          "a host thread synchronises device " + std::to_string(device));
+  // Twice: what a callable issues may be another stream's work.
+  for (int round = 0; round < 2; ++round) {
+    std::vector<MarkPtr> marks;
+    for (std::size_t i = 0; i < streams_.size(); ++i) {
+      Stream& stream = *streams_[i];
+      if (stream.ref.device != device || (stream.ops.empty() && !stream.busy)) continue;
+      if (t_body_stream == &stream) continue;
+      marks.push_back(record(lock, stream));
+    }
+    for (const MarkPtr& mark : marks) {
+      block(lock, mark, std::chrono::nanoseconds::max(),
+            "a host thread synchronises device " + std::to_string(device));
+    }
   }
 }
 

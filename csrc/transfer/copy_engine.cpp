@@ -13,11 +13,9 @@ constexpr Site site_begin{"engine.record_begin"};
 constexpr Site site_mark{"engine.record_mark"};
 constexpr Site site_end{"engine.record_end"};
 constexpr Site site_issued{"engine.record_issued"};
-constexpr Site site_failed{"engine.drain_failed_issue"};
 constexpr Site site_finish_after{"engine.finish_after_copies"};
 constexpr Site site_keep_source{"engine.keep_source"};
 constexpr Site site_keep_destination{"engine.keep_destination"};
-constexpr Site site_keep_drain{"engine.keep_what_cannot_be_drained"};
 constexpr Site site_keep_failed{"engine.keep_failed_issue"};
 constexpr Site site_keep_abandoned{"engine.keep_abandoned"};
 constexpr Site site_over{"engine.let_go_when_over"};
@@ -27,35 +25,73 @@ constexpr Site site_lock_order{"engine.lock_order"};
 constexpr Site site_lock_abandon{"engine.lock_abandon"};
 constexpr Site site_lock_reap{"engine.lock_reap"};
 constexpr Site site_lock_reaped{"engine.lock_reaped"};
+constexpr Site site_lock_configure{"engine.lock_configure"};
+constexpr Site site_lock_options{"engine.lock_options"};
+constexpr Site site_lock_stagings{"engine.lock_stagings"};
 
 using Keep = std::shared_ptr<void>;
 
-ChunkPlan plan_for(const TransferRequest& request) {
+}  // namespace
+
+ChunkPlan CopyEngine::plan_for(const TransferRequest& request, std::size_t slot_bytes) {
   std::vector<LeafExtent> leaves;
   leaves.reserve(request.items.size());
   for (const CopyItem& item : request.items) {
     // A body copies its leaf whole.
     leaves.push_back({item.bytes, item.body ? item.bytes : item.element_bytes});
   }
-  return plan_chunks(leaves, request.policy);
+  return plan_chunks(leaves,
+                     request.staged ? Staging::policy_for(request, slot_bytes) : request.policy);
 }
-
-}  // namespace
 
 CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
   OrderLock lock(*runtime_, mutex_, site_lock_lanes);
   auto& slot = lanes_[{device, direction}];
   if (!slot) {
-    slot = std::make_unique<Lane>();
+    auto made = std::make_unique<Lane>();
+    made->staging = std::make_shared<Staging>(runtime_, device);
+    slot = std::move(made);
   }
   // Streams live as long as the runtime: those that were made before one failed are kept.
   const auto make = [&](StreamRef& stream, StreamKind kind, bool high_priority) {
     if (stream.handle == 0) stream = runtime_->stream_create(device, kind, high_priority);
   };
   make(slot->copy, StreamKind::copy, true);
-  make(slot->blocking, StreamKind::copy, true);
   make(slot->host, StreamKind::host, false);
   return *slot;
+}
+
+void CopyEngine::configure_staging(const StagingOptions& options) {
+  require_valid(options);
+  OrderLock lock(*runtime_, mutex_, site_lock_configure);
+  staging_options_ = options;
+}
+
+StagingOptions CopyEngine::staging_options() const {
+  OrderLock lock(*runtime_, mutex_, site_lock_options);
+  return staging_options_;
+}
+
+std::vector<std::shared_ptr<Staging>> CopyEngine::stagings() const {
+  std::vector<std::shared_ptr<Staging>> all;
+  OrderLock lock(*runtime_, mutex_, site_lock_stagings);
+  for (const auto& entry : lanes_) {
+    if (entry.second) all.push_back(entry.second->staging);
+  }
+  return all;
+}
+
+std::size_t CopyEngine::staging_bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& staging : stagings()) bytes += staging->bytes();
+  return bytes;
+}
+
+std::size_t CopyEngine::trim_staging() {
+  process::require_usable();
+  std::size_t bytes = 0;
+  for (const auto& staging : stagings()) bytes += staging->trim();
+  return bytes;
 }
 
 StreamRef CopyEngine::copy_stream(int device, Direction direction) {
@@ -77,13 +113,14 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   process::require_usable();
   reap();
   // Each of the three ends a transfer in its own way.
-  if (request.from_host_stream + request.open_ended + static_cast<bool>(request.finish) > 1) {
+  if (request.staged + request.open_ended + static_cast<bool>(request.finish) > 1) {
     throw Error(ErrorKind::invalid_argument,
-                "a transfer has a host stream that issues it, a last step or an open end: one of "
-                "them at most");
+                "a transfer is staged, has a last step or an open end: one of them at most");
   }
+  const StagingOptions options = staging_options();
   auto transfer = std::make_shared<Transfer>(
-      runtime_, plan_for(request), dropped(site_keep_source) ? Keep() : request.keep_source,
+      runtime_, plan_for(request, options.slot_bytes),
+      dropped(site_keep_source) ? Keep() : request.keep_source,
       dropped(site_keep_destination) ? Keep() : request.keep_destination);
   if (transfer->plan_.chunks.empty() && !request.finish && !request.open_ended) {
     transfer->empty_ = true;
@@ -105,17 +142,20 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   transfer->marks_.push_back(transfer->copied_);
   transfer->end_ = transfer->copied_;
   if (request.finish || request.open_ended) transfer->end_ = runtime_->event_create(device, true);
-  transfer->waits_on_host_ = static_cast<bool>(request.finish);
+  const bool staged_out = request.staged && request.direction == Direction::to_host;
+  transfer->waits_on_host_ = request.finish || staged_out;
+  transfer->reads_on_host_ = request.staged && !staged_out;
   transfer->open_ended_ = request.open_ended;
+  transfer->read_ = request.staged ? runtime_->event_create(device) : transfer->copied_;
   transfer->whole_only_ = request.finish || request.open_ended;
 
   const std::vector<EventPtr> ready = record_ready(request);
   if (request.traced) transfer->ready_ = ready;
   OrderLock order(*runtime_, lane.order, site_lock_order);
-  const bool late = request.from_host_stream;
+  const bool late = request.staged;
   try {
     if (late) {
-      issue_late(transfer, std::move(request), lane, ready);
+      issue_late(transfer, std::move(request), lane, ready, options);
     } else {
       for (const EventPtr& event : ready) runtime_->stream_wait(lane.copy, *event, site_after);
       issue_now(*transfer, request, lane);
@@ -177,38 +217,18 @@ void CopyEngine::issue_now(Transfer& transfer, TransferRequest& request, Lane& l
 }
 
 void CopyEngine::issue_late(const std::shared_ptr<Transfer>& transfer, TransferRequest request,
-                            Lane& lane, const std::vector<EventPtr>& ready) {
+                            Lane& lane, const std::vector<EventPtr>& ready,
+                            const StagingOptions& options) {
   // Of a transfer whose error could not be taken off when it was issued.
   runtime_->stream_reset_error(lane.host);
   for (const EventPtr& event : ready) runtime_->stream_wait(lane.host, *event, site_after_host);
   transfer->issued_ = runtime_->event_create(request.device);
   auto shared = std::make_shared<TransferRequest>(std::move(request));
-  runtime_->launch(
-      [transfer, shared, stream = lane.blocking] {
-        try {
-          issue(*transfer, *shared, stream);
-          transfer->runtime_->stream_reset_error(stream);
-        } catch (...) {
-          drain(*transfer, stream);
-          throw;
-        }
-      },
-      lane.host);
+  runtime_->launch([transfer, shared, staging = lane.staging,
+                    options] { staging->issue(*transfer, *shared, options); },
+                   lane.host);
   runtime_->event_record(*transfer->issued_, lane.host, site_issued);
   runtime_->stream_reset_error(lane.host);
-}
-
-// An error ends the transfer, so its memory must be out of use before it is thrown.
-void CopyEngine::drain(Transfer& transfer, StreamRef stream) noexcept {
-  // A wait that throws the stream's own error has waited and taken it off: the second one cannot.
-  for (int waits = 0; waits < 2; ++waits) {
-    try {
-      transfer.runtime_->stream_sync(stream, site_failed);
-      return;
-    } catch (...) {
-    }
-  }
-  if (!dropped(site_keep_drain)) transfer.keep_for_ever();
 }
 
 void CopyEngine::complete(Transfer& transfer, StreamRef copy_stream) {

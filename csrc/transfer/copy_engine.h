@@ -8,50 +8,18 @@
 #include <vector>
 
 #include "runtime/runtime.h"
+#include "transfer/request.h"
+#include "transfer/staging.h"
 #include "transfer/transfer.h"
 
 namespace streamlap {
 
-enum class Direction { to_host, to_device };
-
-struct CopyItem {
-  void* dst = nullptr;
-  const void* src = nullptr;
-  std::size_t bytes = 0;
-  std::size_t element_bytes = 1;
-  // Host runtime only: does the copy in place of a plain memcpy (strides, conversion).
-  std::function<void()> body;
-};
-
-struct TransferRequest {
-  int device = 0;
-  Direction direction = Direction::to_host;
-  std::vector<CopyItem> items;
-  // The copies start after what these streams have been given so far: the source's producer, and
-  // whoever used the destination before.
-  std::vector<StreamRef> after;
-  ChunkPolicy policy;
-  // The copy call may block (ordinary memory in a driver): a host stream makes it.
-  bool from_host_stream = false;
-  // Runs on a host stream after the copies, before the transfer counts as done.
-  std::function<void()> finish;
-  // Note when the copies begin and end. Two of them widen the gap between
-  // two copies from 2 to 8 us.
-  bool timed = true;
-  // For a timeline: note when the producers were ready and when the copies ended. Their begin
-  // follows from these and from the copy before, and another note would widen the gap between the
-  // two.
-  bool traced = false;
-  // The caller adds work to the copy stream after the copies and then calls complete().
-  bool open_ended = false;
-  // Of from_host_stream, finish and open_ended one at most.
-  std::shared_ptr<void> keep_source;
-  std::shared_ptr<void> keep_destination;
-};
-
 class CopyEngine {
  public:
-  explicit CopyEngine(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
+  explicit CopyEngine(std::shared_ptr<Runtime> runtime, StagingOptions staging = {})
+      : runtime_(std::move(runtime)), staging_options_(staging) {
+    require_valid(staging);
+  }
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -73,23 +41,31 @@ class CopyEngine {
   std::size_t reap() noexcept;
   // Whether any of these may yet let go: not those that are kept for ever.
   bool expects() noexcept;
+  // How later transfers are staged. Throws Error(invalid_argument) for what is no ring, or holds
+  // more than StagingOptions::most_pinned in both directions.
+  void configure_staging(const StagingOptions& options);
+  StagingOptions staging_options() const;
+  // Page-locked bytes that all rings hold, and giving the idle ones back to the system.
+  std::size_t staging_bytes() const;
+  std::size_t trim_staging();
   const std::shared_ptr<Runtime>& runtime() const noexcept { return runtime_; }
 
  private:
   struct Lane {
     StreamRef copy;
-    StreamRef blocking;  // copies that may block the issuing thread; issued by `host`
-    StreamRef host;
+    StreamRef host;  // last steps, and the issue of staged copies
+    std::shared_ptr<Staging> staging;
     std::mutex order;  // one transfer's calls are issued together
   };
 
   Lane& lane(int device, Direction direction);
+  std::vector<std::shared_ptr<Staging>> stagings() const;
+  static ChunkPlan plan_for(const TransferRequest& request, std::size_t slot_bytes);
   static void issue(Transfer& transfer, const TransferRequest& request, StreamRef stream);
   void issue_now(Transfer& transfer, TransferRequest& request, Lane& lane);
   void issue_late(const std::shared_ptr<Transfer>& transfer, TransferRequest request, Lane& lane,
-                  const std::vector<EventPtr>& ready);
+                  const std::vector<EventPtr>& ready, const StagingOptions& options);
   void end_failed(Transfer& transfer, Lane& lane, bool late) noexcept;
-  static void drain(Transfer& transfer, StreamRef stream) noexcept;
   static std::shared_ptr<Transfer> pop(std::shared_ptr<Transfer>& list) noexcept;
   static void push(std::shared_ptr<Transfer>& list, std::shared_ptr<Transfer> item) noexcept;
   // What still holds its ends, be it in another thread's call of this; and whether any of it ever
@@ -103,7 +79,8 @@ class CopyEngine {
   std::vector<EventPtr> record_ready(const TransferRequest& request);
 
   std::shared_ptr<Runtime> runtime_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  StagingOptions staging_options_;
   std::map<std::pair<int, Direction>, std::unique_ptr<Lane>> lanes_;
   std::shared_ptr<Transfer> abandoned_;  // the first of a list: giving one up needs no memory
   std::size_t abandoned_count_ = 0;

@@ -16,6 +16,8 @@ constexpr Site site_known_done{"transfer.known_done"};
 constexpr Site site_leaf{"transfer.leaf"};
 constexpr Site site_ask_leaf{"transfer.ask_leaf"};
 constexpr Site site_chunk{"transfer.chunk"};
+constexpr Site site_read{"transfer.source_read"};
+constexpr Site site_writer{"transfer.writer_waits"};
 constexpr Site site_abandoned{"transfer.abandoned_after_current_streams"};
 constexpr Site site_failed{"transfer.outlives_failed_issue"};
 constexpr Site site_ask_abandoned{"transfer.ask_abandoned"};
@@ -82,6 +84,16 @@ bool Transfer::sync_for(std::chrono::nanoseconds timeout, bool reads) {
   if (!reads) return true;
   for (auto [data, bytes] : results_) runtime_->host_reads(data, bytes);
   return true;
+}
+
+bool Transfer::source_sync_for(std::chrono::nanoseconds timeout) {
+  if (known_done()) return true;
+  if (!issued_for(timeout)) return false;
+  return empty_ || runtime_->event_sync_for(*read_, timeout, site_read);
+}
+
+void Transfer::stream_wait_source(StreamRef stream) {
+  if (!empty_) runtime_->stream_wait(stream, *read_, site_writer);
 }
 
 bool Transfer::leaf_done(std::size_t leaf) {

@@ -50,6 +50,13 @@ class Transfer {
   bool leaf_sync_for(std::size_t leaf, std::chrono::nanoseconds timeout);
   bool chunk_sync_for(std::size_t chunk, std::chrono::nanoseconds timeout);
 
+  // The source has been read, which may be long before the destination is whole.
+  bool source_sync_for(std::chrono::nanoseconds timeout);
+  // Work issued to `stream` later starts after that. Needs issued() to be true, and
+  // source_sync_for() where a host stream reads the source (reads_on_host()).
+  void stream_wait_source(StreamRef stream);
+  bool reads_on_host() const noexcept { return reads_on_host_; }
+
   // Work issued to `stream` later starts after the copies. Needs issued() to be true, and done()
   // where the last step ran on the host (waits_on_host()).
   void stream_wait(StreamRef stream);
@@ -89,6 +96,7 @@ class Transfer {
 
  private:
   friend class CopyEngine;
+  friend class Staging;
 
   bool whole(Site site);
   bool whole_for(std::chrono::nanoseconds timeout, Site site);
@@ -105,10 +113,12 @@ class Transfer {
   EventPtr begin_;               // before the first copy; null: not timed
   std::vector<EventPtr> marks_;  // as the plan says; the last is also copied_
   EventPtr copied_;              // after the last copy
+  EventPtr read_;                // the source has been read
   EventPtr end_;                 // after everything: copied_, or the last step's
   bool empty_ = false;           // nothing was enqueued
   bool waits_on_host_ = false;
   bool open_ended_ = false;
+  bool reads_on_host_ = false;
   bool whole_only_ = false;  // a last step follows the copies: no leaf is ready before end_
   std::atomic<bool> done_{false};
   std::atomic<bool> kept_for_ever_{false};

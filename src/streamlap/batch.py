@@ -2,7 +2,7 @@
 
 ========  ==========================================================================================
 direct    the copy engine reads or writes page-locked memory
-driver    ordinary memory, by the driver's own staging, from a thread that may block
+staged    ordinary memory, through a ring of page-locked slots and threads that copy
 unpack    a last step after the copy: another layout or dtype than the copied bytes have
 host      no device: memcpy (or torch's own copy, for strides and dtypes) on a worker thread
 ========  ==========================================================================================
@@ -50,13 +50,19 @@ class Part:
 
 @dataclass(eq=False)
 class Copied:
-    """A leaf's destination, and where to ask whether it is there."""
+    """A leaf's destination, and where to ask whether it is there.
+
+    Attributes:
+        given: the caller's own destination.
+        ordinary: it is new memory that is not page-locked.
+    """
 
     tensor: torch.Tensor
     as_numpy: bool
     given: Any = None
     part: Part | None = None  # None: empty, nothing to wait for
     position: int = 0
+    ordinary: bool = False
 
     def value(self) -> Any:
         """Return what the caller gets: what he gave, a NumPy array, or the tensor."""
@@ -76,9 +82,14 @@ class Planned:
 
 @dataclass
 class Batch:
-    """The copies of one native call, being collected."""
+    """The copies of one native call, being collected.
+
+    Attributes:
+        fresh: positions of items whose destination's pages are not present yet.
+    """
 
     items: list[tuple[int, int, int, int, Body | None]] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)
     copied: list[Copied] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -194,6 +205,8 @@ def submit_batch(
 ) -> Part:
     """Make the native call, and the last steps that torch enqueues after it."""
     engine = place.engine
+    if path == "staged":
+        place.shape_ring()
     last_on_host = path == "unpack" and not to_device
     last_on_device = path == "unpack" and to_device
     submit = functools.partial(
@@ -203,7 +216,8 @@ def submit_batch(
         items=batch.items,
         after=after,  # site: batch.after
         chunk_bytes=chunk_bytes,
-        from_host_stream=path == "driver",  # site: batch.from_host_stream
+        staged=path == "staged",  # site: batch.staged
+        fresh=batch.fresh,
         finish=batch.run_last_steps if last_on_host else None,  # site: batch.finish
         open_ended=last_on_device,
         keep_source=batch.sources,  # site: batch.keep_sources

@@ -232,10 +232,11 @@ class InlineLane(Lane):
         self.slots.append(slot)
 
     def _make_room(self, index: int) -> None:
-        # Nobody knows on which stream fn allocated its result: only a finished copy is safe.
+        # Nobody knows on which stream fn allocated its result: only one that has been read is safe.
+        # A staged copy may still be on its way from the ring to its destination.
         transfer = self.slots[index].transfer
         assert transfer is not None
-        transfer._wait_done()  # site: lanes.make_room
+        transfer._wait_read()  # site: lanes.make_room
 
     def all_issued(self) -> None:
         users = self._users(None)

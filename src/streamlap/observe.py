@@ -82,7 +82,7 @@ def watched() -> bool:
 def lane_of(place: Place, to_device: bool, path: str) -> str:
     """Return the name of the stream that copies take."""
     way = "to device" if to_device else "to host"
-    return f"{place} {way} (driver)" if path == "driver" else f"{place} {way}"
+    return f"{place} {way} (staged)" if path == "staged" else f"{place} {way}"
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -58,6 +59,7 @@ class PinnedPool:
         self._lock = threading.Lock()
         self._native: _native.Pool | None = None
         self._runtime: _native.Runtime | None = None  # None: whose serves at the first use
+        self._spilled = 0
 
     @classmethod
     def _of(cls, runtime: _native.Runtime) -> PinnedPool:
@@ -96,6 +98,25 @@ class PinnedPool:
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
             return tensor if stride is None else tensor.as_strided(shape, stride)
         return view_of(self._allocate(count * dtype.itemsize), shape, dtype, stride)
+
+    def _new_or_none(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        stride: Sequence[int] | None,
+        count: int,
+        pin: bool | None,
+    ) -> torch.Tensor | None:
+        """As :meth:`_new`; None past the limit, unless ``pin`` insists on pinned memory."""
+        try:
+            return self._new(shape, dtype, stride, count)
+        except PoolExhausted:
+            if pin:
+                raise
+        with self._lock:
+            self._spilled += 1
+        _warn_once(self.limit)
+        return None
 
     def _allocate(self, nbytes: int) -> _native.Block:
         recorder = observe.recorder
@@ -177,17 +198,25 @@ class PinnedPool:
         Bytes: ``limit``, ``reserved`` (= ``live`` + ``in_flight`` + ``cached`` + ``growing``),
         ``live`` (held), ``in_flight`` (let go, work not done), ``cached`` (ready for reuse),
         ``growing`` (being reserved), ``waste`` (rounding of what is held), ``peak`` (most ever
-        reserved). Counts: ``live_blocks``, ``slabs`` (reservations, each of one block or of several
-        that are smaller than 1 MiB), ``hits``, ``misses``.
+        reserved); of a default pool also ``staging`` (slots for ordinary memory, beside the limit).
+        Counts: ``live_blocks``, ``slabs`` (reservations, each of one block or of several that are
+        smaller than 1 MiB), ``hits``, ``misses``, and ``spilled``: results that went to ordinary
+        memory because of the limit.
         """
-        return self._pool().stats()
+        stats = self._pool().stats() | {"spilled": self._spilled}
+        if self._runtime is not None:
+            stats["staging"] = _native.engine(self._runtime).staging_bytes()
+        return stats
 
     def trim(self) -> int:
         """Give cached memory back to the system; return the bytes given back.
 
         Small blocks (below 1 MiB) share a reservation, which stays while one of them is in use.
         """
-        return 0 if self._native is None else self._native.trim()
+        freed = 0 if self._native is None else self._native.trim()
+        if self._runtime is not None:
+            freed += _native.engine(self._runtime).trim_staging()
+        return freed
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -211,6 +240,23 @@ def view_of(
     if stride is not None:
         return flat.as_strided(shape, stride)
     return flat if len(shape) == 1 else flat.view(shape)  # a view costs as much as the block
+
+
+_warned = False
+
+
+def _warn_once(limit: int) -> None:
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"the pinned pool's limit of {limit} bytes is reached: more results go to ordinary memory, "
+        "which is slower. Drop results or raise the limit (STREAMLAP_PINNED_LIMIT); pin=True "
+        "raises PoolExhausted instead. This is said once in a process",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def pool_for(place: Place) -> PinnedPool:
@@ -330,6 +376,9 @@ def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
 
 def pool_stats(device: str | int | torch.device | None = None) -> dict[str, int]:
     """Return the figures of the process's own pool: see :meth:`PinnedPool.stats`.
+
+    ``staging`` is beside the limit: bytes in the rings that copies to and from ordinary memory go
+    through, at most 64 MiB for each device and direction.
 
     Args:
         device: ``"cpu"`` or a CUDA device: the pool that serves it; None: the one that

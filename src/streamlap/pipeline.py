@@ -170,7 +170,8 @@ def pipelined_run(
             list of ``x`` a list of these.
         depth: how many results may be on the device at once; None: as :func:`configure` says, 4 if
             it was not called.
-        pin: results in page-locked memory (None, True) or in ordinary memory (False).
+        pin: results in page-locked memory (True), in ordinary memory (False), or (None) in
+            page-locked memory as far as the pool's limit allows and then in ordinary memory.
         dtype: convert results to this dtype on the device.
         panels: into how many row panels the product of one item is cut, each copied as soon as it
             is there. None: as :func:`configure` says, "auto" if it was not called. "auto": 4, for
@@ -188,7 +189,7 @@ def pipelined_run(
 
     Raises:
         InvalidArgument, InvalidType: an argument that makes no sense. Nothing was enqueued.
-        PoolExhausted: the results do not fit the pool's limit.
+        PoolExhausted: with ``pin=True``, the results do not fit the pool's limit.
         SourceModified: ``fn`` wrote to a result that it had given before.
         Exception: what ``fn`` raised, the original object, with ``.streamlap_index``. What was in
             flight was waited for, and every buffer given back.
@@ -199,11 +200,11 @@ def pipelined_run(
     torch's current stream, after CuPy's); a ``fn`` of your own runs on the current stream of
     the library that it calls.
 
-    Thread-safe. With results in pinned memory the device holds at most ``depth`` of them; of
-    default products no larger than ``policy().tiny_item_bytes`` as many as fit ``depth`` times that
-    size, and groups of them share a block of pinned memory. For CPU
-    tensors, pipelines on one logical device take turns on its one worker; so ``fn`` must not wait
-    for a thread that itself runs a pipeline there (``fn`` itself may run one).
+    Thread-safe. The device holds at most ``depth`` results; of default products no larger than
+    ``policy().tiny_item_bytes`` as many as fit ``depth`` times that size, and groups of them share
+    a block of pinned memory. For CPU tensors, pipelines on one logical device take turns on its one
+    worker; so ``fn`` must not wait for a thread that itself runs a pipeline there (``fn`` itself
+    may run one).
     """
     panels = as_panels(panels)
     if fn is None and out is None and dtype is None and wait is True:
@@ -221,8 +222,14 @@ def pipelined_run(
     _check_panels(panels, fn, checked)
     outs = _checked_outs(out, many, count, [given.argument for given in checked], fn, dtype)
     pinned = pin is not False
+    fits = True
     if fn is None and out is None and pinned:
-        _check_room(checked, count, dtype, pool)
+        try:
+            _check_room(checked, count, dtype, pool)
+        except PoolExhausted:
+            if pin:
+                raise
+            fits = False
 
     control = Control()
     modes: CallerModes | None = None
@@ -237,7 +244,8 @@ def pipelined_run(
             stream = job.stream or current_stream(place)
             _require_no_capture(stream, "pipelined_run()")
             _require_no_capture(given.stream, "pipelined_run()")  # fn may use it
-            if stream is not None and fn is None and lane_out is None and dtype is None and pinned:
+            usual = fn is None and lane_out is None and dtype is None and pinned and fits
+            if stream is not None and usual:
                 lanes.append(ProductLane(job, control, stream, count, timed=not wait))
             else:
                 lanes.append(InlineLane(job, lane_out, control))

@@ -79,7 +79,7 @@ def plan_to_device(
         path = "direct" if landing is final else "unpack"
         if not from_device and not tensor.is_pinned():
             if path == "direct":
-                path = "driver"
+                path = "staged"
             else:
                 staged = pool_for(place)._new(
                     tensor.shape, tensor.dtype, tensor.stride(), tensor.numel()

@@ -30,6 +30,7 @@ from streamlap.devices import (
     streams_in_use,
 )
 from streamlap.direct import copy_out
+from streamlap.errors import PoolExhausted
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
 
@@ -97,7 +98,7 @@ def plan_to_cpu(
                 source = sources[index]
                 assert source is not None
                 if copied.tensor.numel():
-                    _add_to_cpu(batches, index, copied, stage, source, pin, place, borrowed)
+                    _add_to_cpu(batches, index, copied, stage, source, place, borrowed)
         after = [] if producer is None else [producer]  # site: plan_host.batches_after_producer
         if place.is_cuda and any(checked[index] is not None for index in indices):
             # Whoever reads the destinations so far: copies to any device, on its current stream.
@@ -142,16 +143,21 @@ def _plan_simple(
     producer = _producer(stream if own is None else own, place)
     require_no_capture(producer, "to_cpu()")
     stride = None if contiguous else tensor.stride()
-    native, block = copy_out(
-        place,
-        pool or pool_for(place),
-        tensor,
-        count * tensor.itemsize,
-        chunk_bytes,
-        True,
-        after=producer,  # site: plan_host.after_producer
-        keep_source=tensor,  # site: plan_host.keep_source
-    )
+    try:
+        native, block = copy_out(
+            place,
+            pool or pool_for(place),
+            tensor,
+            count * tensor.itemsize,
+            chunk_bytes,
+            True,
+            after=producer,  # site: plan_host.after_producer
+            keep_source=tensor,  # site: plan_host.keep_source
+        )
+    except PoolExhausted:
+        if pin:
+            raise
+        return None
     path = "direct" if place.is_cuda else "host"
     dst = view_of(block, tensor.shape, tensor.dtype, stride)
     part = Part(native, place, path, [0], place.is_cuda, place, source.stream is not None)
@@ -201,7 +207,9 @@ class _SmallBlock:
         ]
         sizes = [size for size in sizes if 0 < size <= self._limit]
         if len(sizes) > 1:
-            self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
+            # Past the limit each leaf asks for itself.
+            with contextlib.nullcontext() if pin else contextlib.suppress(PoolExhausted):
+                self._block = (pool or pool_for(place)).empty(sum(sizes), torch.uint8)
 
     def _room(self, nbytes: int) -> int:
         return (nbytes + self.ALIGN - 1) // self.ALIGN * self.ALIGN
@@ -242,15 +250,34 @@ def _destination(
         return Copied(out, source.as_numpy, given), stage
     like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
     stride = like.stride()
-    if pin is False:
-        made = torch.empty_strided(tensor.shape, stride, dtype=wanted, device="cpu")
-        if place.checked:
-            place.runtime.fresh(made.data_ptr(), made.nbytes)  # site: plan_host.fresh
-        return Copied(made, source.as_numpy), None
-    carved = small.take(tensor.shape, wanted, stride)
-    if carved is None:
-        carved = pool._new(tensor.shape, wanted, stride, tensor.numel())
-    return Copied(carved, source.as_numpy), None
+    count = tensor.numel()
+    if pin is not False:
+        pinned = small.take(tensor.shape, wanted, stride)
+        if pinned is None:
+            pinned = pool._new_or_none(tensor.shape, wanted, stride, count, pin)
+        if pinned is not None:
+            return Copied(pinned, source.as_numpy), None
+    ordinary = _new_ordinary(tensor.shape, wanted, stride, count, place)
+    return Copied(ordinary, source.as_numpy, ordinary=True), None
+
+
+MAPPED = 4 << 20
+"""New ordinary memory of so many bytes is a mapping of its own, on huge pages."""
+
+
+def _new_ordinary(
+    shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...], count: int, place: Place
+) -> torch.Tensor:
+    """Return a tensor in ordinary memory; a mapping's pages become present as it is written."""
+    nbytes = count * dtype.itemsize
+    if nbytes < MAPPED or not place.is_cuda:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    else:
+        flat = torch.frombuffer(_native.Pages(nbytes), dtype=dtype, count=count)
+        made = flat.as_strided(shape, stride)
+    if place.checked:
+        place.runtime.fresh(made.data_ptr(), nbytes)  # site: plan_host.fresh
+    return made
 
 
 def _add_to_cpu(
@@ -259,7 +286,6 @@ def _add_to_cpu(
     copied: Copied,
     stage: torch.Tensor | None,
     source: Source,
-    pin: bool | None,
     place: Place,
     borrowed: list[Source],
 ) -> None:
@@ -286,10 +312,12 @@ def _add_to_cpu(
     if stage is not None:
         batch = batches.setdefault("unpack", Batch())
         batch.last_steps.append((dst, stage))
-    elif (copied.given is None and pin is not False) or dst.is_pinned():
-        batch = batches.setdefault("direct", Batch())
+    elif copied.ordinary or (copied.given is not None and not dst.is_pinned()):
+        batch = batches.setdefault("staged", Batch())
+        if copied.ordinary and dst.nbytes >= MAPPED:
+            batch.fresh.append(len(batch.items))
     else:
-        batch = batches.setdefault("driver", Batch())
+        batch = batches.setdefault("direct", Batch())
     batch.add(index, copied, target, tensor)
     if tensor is not source.tensor:
         # packing has yet to read it, on the producer's stream

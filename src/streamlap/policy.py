@@ -31,10 +31,10 @@ class Policy:
     Attributes:
         chunk_bytes: no single copy of ``to_cpu`` or ``to_device`` is longer than this.
         depth: items of a pipeline in flight.
-        stage_slots: slots of the ring through which ordinary memory is filled.
+        stage_slots: slots of the ring that ordinary memory is copied through, one each way.
         stage_slot_bytes: the size of one.
-        stage_threads: threads that empty them.
-        populate_threads: threads that make the pages of new page-locked memory present.
+        stage_threads: threads that copy between them and ordinary memory.
+        populate_threads: threads that make the pages of new memory present.
         slab_bytes: pinned blocks below 1 MiB are cut from slabs of up to this size.
         small_leaf_bytes: leaves of a tree up to this size share a block.
         tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
@@ -49,7 +49,7 @@ class Policy:
     depth: int = 4
     stage_slots: int = 16
     stage_slot_bytes: int = 4 * MIB
-    stage_threads: int = 4
+    stage_threads: int = 8
     populate_threads: int = 4
     slab_bytes: int = 2 * MIB
     small_leaf_bytes: int = 256 * KIB
@@ -66,10 +66,10 @@ def for_machine(cores: int, pinned_limit: int) -> Policy:
         pinned_limit: bytes of page-locked memory that a pool may reserve there.
     """
     usual = Policy()
-    # One core is left to the thread that issues.
-    threads = max(1, min(usual.stage_threads, cores - 1))
-    # An eighth of the limit for what only helps: the rest is for results.
-    room = pinned_limit // 8
+    # Half of the cores are left to whoever issues, and to the caller.
+    threads = max(1, min(usual.stage_threads, cores // 2))
+    # An eighth of the limit for what only helps, half of it each way: the rest is for results.
+    room = min(pinned_limit // 16, _native.most_staged)
     slot = min(usual.stage_slot_bytes, max(_SMALLEST_BLOCK, _power_of_two(room // 4)))
     return dataclasses.replace(
         usual,
@@ -207,11 +207,14 @@ def _apply(changes: dict[str, Any], fits: bool = False) -> tuple[dict[str, Any],
 def _check_fits(after: Policy, changes: dict[str, Any]) -> None:
     limit = default_pinned_limit()
     ring = after.stage_slots * after.stage_slot_bytes
-    if ring > limit and {"stage_slots", "stage_slot_bytes"} & changes.keys():
-        raise InvalidArgument(
-            f"a ring of {after.stage_slots} slots of {after.stage_slot_bytes} bytes takes {ring} "
-            f"bytes, and pinned memory is limited to {limit} (STREAMLAP_PINNED_LIMIT)"
-        )
+    if {"stage_slots", "stage_slot_bytes"} & changes.keys():
+        said = f"a ring of {after.stage_slots} slots of {after.stage_slot_bytes} bytes takes {ring}"
+        if ring > limit:
+            raise InvalidArgument(
+                f"{said}, and pinned memory is limited to {limit} (STREAMLAP_PINNED_LIMIT)"
+            )
+        if ring > _native.most_staged:
+            raise InvalidArgument(f"{said}, and may take {_native.most_staged} each way")
     if after.slab_bytes > limit and "slab_bytes" in changes:
         raise InvalidArgument(
             f"a slab of {after.slab_bytes} bytes is larger than the limit of pinned memory, "

@@ -16,6 +16,7 @@ from streamlap import _native, observe, watch
 from streamlap.batch import WHOLE, Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.direct import copy_out
+from streamlap.errors import PoolExhausted
 from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
 from streamlap.panels import Ends, Panelled
@@ -108,7 +109,14 @@ class ProductLane(InlineLane):
         if index == 0:
             self._growth = self._pool._grow_ahead(value.nbytes, self._n)
         place = self._job.place
-        native, dst = _start_copy(value, self._job.x, place, self._stream, self._pool, self._timed)
+        try:
+            native, dst = _start_copy(
+                value, self._job.x, place, self._stream, self._pool, self._timed
+            )
+        except PoolExhausted:
+            if self._job.pin:
+                raise
+            return super()._copy(value, index)
         part = Part(native, place, "direct", [0], True, place)
         copied = Copied(dst, self._job.as_numpy, None, part)
         return Transfer([copied], None, [part], [], False)
@@ -152,13 +160,17 @@ def usual_products(
     # Autocast would multiply in another dtype, but for a product into given memory.
     tiny = policy().tiny_item_bytes
     whole = panels is None or panels <= 1
-    if whole and nbytes <= tiny and not torch.is_autocast_enabled("cuda"):
-        layout = Layout(nbytes, n, usual_depth, tiny)
-        if own_pool._has_room(layout.group * layout.pitch, layout.groups):
-            return grouped_products(x, n, layout, place, own_pool)
-    if not own_pool._has_room(nbytes, n):
-        return None
-    return _run(x, n, usual_depth, place, own_pool, panels)
+    try:
+        if whole and nbytes <= tiny and not torch.is_autocast_enabled("cuda"):
+            layout = Layout(nbytes, n, usual_depth, tiny)
+            if own_pool._has_room(layout.group * layout.pitch, layout.groups):
+                return grouped_products(x, n, layout, place, own_pool)
+        if own_pool._has_room(nbytes, n):
+            return _run(x, n, usual_depth, place, own_pool, panels)
+    except PoolExhausted:  # another thread took the room
+        if pin:
+            raise
+    return None
 
 
 def _run(

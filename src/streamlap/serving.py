@@ -18,6 +18,7 @@ import torch
 
 from streamlap import _native
 from streamlap.errors import DeviceError, InvalidArgument, StreamlapError
+from streamlap.policy import Policy, policy
 
 if TYPE_CHECKING:
     from streamlap.pinned import PinnedPool
@@ -37,7 +38,10 @@ class Place:
         pool: where page-locked memory for its results comes from.
     """
 
-    __slots__ = ("_compute", "_idle", "checked", "engine", "index", "is_cuda", "pool", "runtime")
+    __slots__ = (
+        *("_compute", "_idle", "_staged_by"),
+        *("checked", "engine", "index", "is_cuda", "pool", "runtime"),
+    )
 
     def __init__(self, runtime: _native.Runtime, index: int, pool: PinnedPool) -> None:
         self.runtime = runtime
@@ -48,6 +52,19 @@ class Place:
         self.pool = pool
         self._compute: _native.Stream | None = None
         self._idle: _native.Stream | None = None
+        self._staged_by: Policy | None = None
+
+    def shape_ring(self) -> None:
+        """Give staged copies from now on the ring that the policy in force asks for."""
+        numbers = policy()
+        if numbers is not self._staged_by:
+            self.engine.configure_staging(
+                numbers.stage_slots,
+                numbers.stage_slot_bytes,
+                numbers.stage_threads,
+                numbers.populate_threads,
+            )
+            self._staged_by = numbers
 
     def compute_stream(self) -> _native.Stream:
         """Return the worker that computes for a logical CPU device."""

@@ -110,7 +110,7 @@ class Transfer:
                     writers.append((part, self._consumer(part.source_place, own)))
         self._return_borrowed()
         for part, writer in writers:
-            self._order(part, writer)
+            self._order_source(part, writer)
 
     def done(self) -> bool:
         """Return whether the copy is done, with or without an error; never blocks."""
@@ -249,9 +249,9 @@ class Transfer:
     def stats(self) -> dict[str, Any]:
         """Return what was done: ``nbytes``, ``leaves``, ``chunks``, and the ``paths`` taken.
 
-        A path is ``direct`` (the copy engine, to or from pinned memory), ``driver`` (ordinary
-        memory, by the driver), ``unpack`` (a last step after the copy) or ``host`` (memcpy on a
-        worker). Once done, ``interval`` is when the copy began and ended in seconds of
+        A path is ``direct`` (the copy engine, to or from pinned memory), ``staged`` (ordinary
+        memory, through pinned slots), ``unpack`` (a last step after the copy) or ``host`` (memcpy
+        on a worker). Once done, ``interval`` is when the copy began and ended in seconds of
         ``time.perf_counter()`` where the runtime knows it (None elsewhere).
         """
         begin = end = None
@@ -292,6 +292,14 @@ class Transfer:
                 self._call(part.native.sync)  # site: transfer.order_thread
         else:
             self._call(part.native.wait_on_stream, stream)  # site: transfer.order_stream
+            observe.stream_waits(stream, part.place, part.native)
+
+    def _order_source(self, part: Part, stream: _native.Stream | None) -> None:
+        if stream is None:
+            with self._waiting(part):
+                self._call(part.native.source_sync)  # site: transfer.order_writer_thread
+        else:
+            self._call(part.native.wait_source_on_stream, stream)  # site: transfer.order_writer
             observe.stream_waits(stream, part.place, part.native)
 
     def _hold(self, stream: _native.Stream) -> None:
@@ -375,10 +383,15 @@ class Transfer:
                 self._call(part.native.sync, None, False)  # site: transfer.settle
             self._finish()
 
-    def _wait_done(self) -> None:
-        """Block until the copy is done, let go of the source; raise what :meth:`result` would."""
-        self._sync(None)  # site: transfer.wait_done
-        self._finish()
+    def _wait_read(self) -> None:
+        """Block until the source has been read, and let go of it; raise what ended the work."""
+        self._raise_error()
+        for part in self._parts:
+            with self._waiting(part):
+                self._call(part.native.source_sync)  # site: transfer.wait_read
+        self._return_borrowed()
+        for part in self._parts:
+            part.native.release_source()  # site: transfer.release_read
         self._raise_modified()
 
     def _release_done(self) -> None:

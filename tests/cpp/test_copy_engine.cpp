@@ -108,7 +108,7 @@ ON_EACH_RUNTIME(every_byte_of_every_leaf) {
         TransferRequest request = request_of(items, {setup});
         request.direction = direction;
         request.policy = {chunk, chunk * 2};
-        request.from_host_stream = late;
+        request.staged = late;
         auto transfer = engine.submit(request);
         REQUIRE(in_time(*transfer));
         CHECK(transfer->done());
@@ -335,7 +335,7 @@ TEST(host_the_interval_is_on_the_runtime_clock) {
   auto gate = lab.runtime->gate(producer);
   for (bool late : {false, true}) {
     TransferRequest request = request_of(out, source, {producer});
-    request.from_host_stream = late;
+    request.staged = late;
     auto transfer = engine.submit(request);
     if (!late) CHECK(held(*transfer));
     const double opened = lab.runtime->now();
@@ -361,7 +361,7 @@ ON_EACH_RUNTIME(late_copies_are_issued_after_the_producer) {
   auto gate = lab.runtime->gate(producer);
   lab.runtime->copy_async(source->data(), value->data(), size, producer);
   TransferRequest request = request_of(out, source, {producer});
-  request.from_host_stream = true;
+  request.staged = true;
   auto transfer = engine.submit(request);
   CHECK(!transfer->issued());
   CHECK(!transfer->issued_for(moment));
@@ -378,21 +378,6 @@ ON_EACH_RUNTIME(late_copies_are_issued_after_the_producer) {
   CHECK(transfer->elapsed_from(*transfer) >= 0);
 }
 
-TEST(host_late_copies_are_waited_for_once_issued) {
-  Lab lab(host_backend());
-  CopyEngine engine(lab.runtime);
-  std::atomic<bool> open{false};
-  TransferRequest request = request_of({{nullptr, nullptr, 8, 1, [&] { open.wait(false); }}});
-  request.from_host_stream = true;
-  auto transfer = engine.submit(request);
-  CHECK(transfer->issued_for(patience));
-  CHECK(held(*transfer));
-  CHECK(!transfer->leaf_sync_for(0, moment));
-  open = true;
-  open.notify_all();
-  CHECK(in_time(*transfer));
-}
-
 TEST(host_errors_of_late_copies_arrive_when_asked) {
   Lab lab(host_backend());
   CopyEngine engine(lab.runtime);
@@ -401,7 +386,7 @@ TEST(host_errors_of_late_copies_arrive_when_asked) {
   StreamRef producer = lab.compute();
   lab.runtime->launch([] { throw Boom(); }, producer);
   TransferRequest request = request_of(out, source, {producer});
-  request.from_host_stream = true;
+  request.staged = true;
   auto failed = engine.submit(request);
   CHECK_THROWS(in_time(*failed), Boom);
   CHECK_THROWS(failed->done(), Boom);
@@ -413,74 +398,20 @@ TEST(host_errors_of_late_copies_arrive_when_asked) {
   CHECK(out->holds(1));
 }
 
-TEST(host_an_error_of_a_late_copy_is_its_own) {
-  Lab lab(host_backend());
-  CopyEngine engine(lab.runtime);
-  auto out = lab.pinned(size);
-  auto source = lab.device(size, 1);
-  TransferRequest bad = request_of({{nullptr, nullptr, 8, 1, [] { throw Boom(); }}});
-  bad.from_host_stream = true;
-  TransferRequest good = request_of(out, source);
-  good.from_host_stream = true;
-  auto failed = engine.submit(bad);
-  auto fine = engine.submit(good);
-  CHECK_THROWS(in_time(*failed), Boom);
-  CHECK(in_time(*fine));
-  CHECK(out->holds(1));
-}
-
 ON_EACH_RUNTIME(late_issue_takes_no_last_step) {
   CopyEngine engine(lab.runtime);
   auto out = lab.pinned(size);
   auto source = lab.device(size, 1);
   TransferRequest request = request_of(out, source);
-  request.from_host_stream = true;
+  request.staged = true;
   request.finish = [] {};
   CHECK_THROWS(engine.submit(request), Error);
   request.finish = nullptr;
   request.open_ended = true;
   CHECK_THROWS(engine.submit(request), Error);
-  request.from_host_stream = false;
+  request.staged = false;
   request.finish = [] {};
   CHECK_THROWS(engine.submit(request), Error);
-}
-
-TEST(host_a_late_issue_that_fails_ends_after_its_copies) {
-  // The second of two copies cannot be issued while the first still runs.
-  struct Second final : ProxyRuntime {
-    using ProxyRuntime::ProxyRuntime;
-    void copy_async(void*, const void*, std::size_t, StreamRef) override {
-      failed = true;
-      failed.notify_all();
-      throw Boom();
-    }
-    std::atomic<bool> failed{false};
-  };
-  Lab lab(host_backend());
-  auto second = std::make_shared<Second>(lab.runtime);
-  CopyEngine engine(second);
-  std::atomic<bool> open{false};
-  Keep source;
-  Keep destination;
-  TransferRequest request = request_of({{nullptr, nullptr, 8, 1, [&] { open.wait(false); }},
-                                        {&source, &destination, 8, 1, nullptr}});
-  request.from_host_stream = true;
-  request.keep_source = std::move(source.handle);
-  request.keep_destination = std::move(destination.handle);
-  auto transfer = engine.submit(std::move(request));
-  second->failed.wait(false);
-  CHECK(held(*transfer));
-  engine.abandon(transfer);
-  Transfer& abandoned = *transfer;
-  CHECK_EQ(engine.reap(), 1);
-  CHECK(!*source.gone);
-  open = true;
-  open.notify_all();
-  CHECK_THROWS(in_time(abandoned), Boom);
-  transfer.reset();
-  reap_all(engine);
-  CHECK(*source.gone);
-  CHECK(*destination.gone);
 }
 
 // ---- last steps
@@ -635,7 +566,7 @@ ON_EACH_RUNTIME(an_abandoned_transfer_keeps_both_ends_until_it_is_done) {
     Keep to;
     auto gate = lab.runtime->gate(producer);
     TransferRequest request = request_of(out, source, {producer});
-    request.from_host_stream = late;
+    request.staged = late;
     request.keep_source = std::move(from.handle);
     request.keep_destination = std::move(to.handle);
     auto transfer = engine.submit(std::move(request));
@@ -889,7 +820,7 @@ ON_EACH_RUNTIME(a_late_submit_that_fails_keeps_both_ends_until_its_copies_are_do
   Keep from;
   auto gate = lab.runtime->gate(producer);
   TransferRequest request = request_of(out, source, {producer});
-  request.from_host_stream = true;
+  request.staged = true;
   request.keep_source = std::move(from.handle);
   CHECK_THROWS(engine.submit(std::move(request)), Boom);
   request = {};
@@ -899,35 +830,6 @@ ON_EACH_RUNTIME(a_late_submit_that_fails_keeps_both_ends_until_its_copies_are_do
   reap_all(engine);
   lab.runtime->device_sync(0);
   CHECK(*from.gone);
-}
-
-// The second of two copies cannot be issued by the worker, nor can it wait for the first.
-TEST(host_a_failed_late_issue_that_cannot_be_waited_for_is_kept) {
-  struct Broken final : ProxyRuntime {
-    using ProxyRuntime::ProxyRuntime;
-    void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override {
-      if (copies++ > 0) throw Boom();
-      ProxyRuntime::copy_async(dst, src, bytes, stream);
-    }
-    void stream_sync(StreamRef, Site) override { throw Boom(); }
-    std::atomic<int> copies{0};
-  };
-  Lab lab(host_backend());
-  CopyEngine engine(std::make_shared<Broken>(lab.runtime));
-  auto out = lab.pinned(size);
-  auto source = lab.device(size, 1);
-  Keep from;
-  TransferRequest request = request_of(out, source);
-  request.from_host_stream = true;
-  request.policy = {size / 2, 1};
-  request.keep_source = std::move(from.handle);
-  auto transfer = engine.submit(std::move(request));
-  request = {};
-  CHECK_THROWS(in_time(*transfer), Boom);
-  engine.abandon(std::move(transfer));
-  lab.runtime->device_sync(0);
-  CHECK(still_kept(engine));
-  CHECK(!*from.gone);
 }
 
 // Its error stays on the worker's stream, and is not the next transfer's.
@@ -955,7 +857,7 @@ TEST(host_a_failed_late_issue_that_cannot_be_taken_off_is_nobody_elses) {
   auto out = lab.pinned(size);
   auto source = lab.device(size, 1);
   TransferRequest request = request_of(out, source);
-  request.from_host_stream = true;
+  request.staged = true;
   CHECK_THROWS(engine.submit(request), Boom);
   lab.runtime->device_sync(0);
   broken->broken = false;
@@ -1008,7 +910,7 @@ TEST(host_a_failed_submit_leaves_no_error_of_its_producer_behind) {
         StreamRef producer = lab.compute();
         lab.runtime->launch([] { throw Boom(); }, producer);
         TransferRequest request = request_of(out, source, {producer});
-        request.from_host_stream = late;
+        request.staged = late;
         if (finish) request.finish = [] {};
         failing->left = call;
         failed = false;
@@ -1021,7 +923,7 @@ TEST(host_a_failed_submit_leaves_no_error_of_its_producer_behind) {
         failing->left = 0;
         if (transfer) CHECK_THROWS(in_time(*transfer), Boom);
         TransferRequest next = request_of(lab.pinned(size), source);
-        next.from_host_stream = late;
+        next.staged = late;
         if (finish) next.finish = [] {};
         CHECK(in_time(*engine.submit(next)));
         reap_all(engine);
@@ -1058,7 +960,7 @@ ON_EACH_THREADED_RUNTIME(many_threads_submit_and_abandon) {
                        {producers[t]});
         request.direction = t % 2 == 0 ? Direction::to_host : Direction::to_device;
         request.policy = {1000, 1500};
-        request.from_host_stream = i % 5 == 0;
+        request.staged = i % 5 == 0;
         if (i % 5 == 1) request.finish = [&] { ++finished; };
         auto transfer = engine.submit(std::move(request));
         if (i % 3 == 0) {

@@ -8,6 +8,7 @@
 #include "lab.h"
 #include "transfer/copy_engine.h"
 #include "transfer/pinned_pool.h"
+#include "transfer/slot_ring.h"
 
 using namespace streamlap;
 using namespace streamlap::testing;
@@ -39,7 +40,8 @@ void in_turn(Lab& lab, const std::function<void()>& first, const std::function<v
   ask(lab);
 }
 
-// Runs `between` in another thread whenever the pool lets go of its lock to ask the system.
+// Runs `between` in another thread whenever a lock is let go of to ask the system, and `at_sync`
+// before the calling thread waits.
 class Interrupted final : public ProxyRuntime {
  public:
   using ProxyRuntime::ProxyRuntime;
@@ -54,10 +56,15 @@ class Interrupted final : public ProxyRuntime {
     ProxyRuntime::free_pinned(pointer, bytes);
   }
 
+  bool event_sync_for(const Event& event, std::chrono::nanoseconds timeout, Site site) override {
+    if (at_sync) in_another_thread(at_sync);
+    return ProxyRuntime::event_sync_for(event, timeout, site);
+  }
   // So that growth happens in the thread that asks for it.
   bool virtual_time() const noexcept override { return at_once || ProxyRuntime::virtual_time(); }
 
   std::function<void()> between;
+  std::function<void()> at_sync;
   bool refuse = false;
   bool at_once = false;
 };
@@ -236,6 +243,98 @@ TEST(engine_issues_one_transfer_at_a_time) {
     CHECK(engine.submit(copy_of(*outs[i], *source))->sync_for(patience));
   };
   in_turn(lab, [&] { submit(0); }, [&] { submit(1); });
+}
+
+TEST(engine_staging_is_configured_under_the_lock) {
+  Lab lab(host_backend());
+  CopyEngine engine(lab.runtime);
+  const auto lane = [&] { engine.copy_stream(0, Direction::to_host); };
+  in_turn(lab, lane, [&] { engine.configure_staging({size, 2, 1, 1}); });
+  in_turn(lab, lane, [&] { engine.staging_options(); });
+  in_turn(lab, lane, [&] { engine.staging_bytes(); });
+}
+
+// ---- slots
+// -----------------------------------------------------------------------------------------
+
+struct RingLab : Lab {
+  explicit RingLab(
+      std::shared_ptr<Interrupted> proxy = std::make_shared<Interrupted>(host_backend()))
+      : Lab(proxy), interrupted(proxy), ring(proxy, 0) {
+    in_another_thread([&] { ring.shape(size, 2); });
+    look = [&] { ring.bytes(); };
+  }
+  // `act` in a thread, after another has looked at the ring.
+  void after_a_look(const std::function<void()>& act) { in_turn(*this, look, act); }
+
+  std::shared_ptr<Interrupted> interrupted;
+  SlotRing ring;
+  std::function<void()> look;
+};
+
+TEST(ring_figures_are_guarded) {
+  RingLab lab;
+  lab.after_a_look(lab.look);
+}
+
+TEST(ring_slots_are_taken_and_put_back_under_the_lock) {
+  RingLab lab;
+  Slot* first = nullptr;
+  Slot* second = nullptr;
+  lab.after_a_look([&] { first = lab.ring.take_ready(); });
+  lab.after_a_look([&] { second = lab.ring.take_ready(); });
+  lab.after_a_look([&] { CHECK(lab.ring.take_ready() == nullptr); });
+  lab.after_a_look([&] { CHECK_THROWS(lab.ring.take(), Error); });
+  const StreamRef stream = lab.copy();
+  auto gate = lab.runtime->gate(stream);
+  lab.runtime->event_record(*second->moved, stream, here);
+  lab.after_a_look([&] { lab.ring.put(*second, second->moved); });
+  CHECK(lab.ring.take_ready() == nullptr);
+  gate->open();
+  lab.after_a_look([&] { CHECK(&lab.ring.take() == second); });
+  lab.after_a_look([&] { lab.ring.reclaim(); });
+  lab.after_a_look([&] { CHECK(lab.ring.take_ready() != nullptr); });
+  lab.after_a_look([&] { lab.ring.reclaim(); });
+}
+
+TEST(ring_growth_is_guarded) {
+  RingLab lab;
+  lab.interrupted->between = lab.look;
+  CHECK(lab.ring.take_ready() != nullptr);
+  ask(lab);
+  lab.interrupted->refuse = true;
+  CHECK_THROWS(lab.ring.take_ready(), Error);
+  ask(lab);
+  lab.interrupted->between = nullptr;
+  lab.ring.reclaim();
+}
+
+TEST(ring_trimming_and_shaping_are_guarded) {
+  RingLab lab;
+  const auto fill = [&] {
+    CHECK(lab.ring.take_ready() != nullptr);
+    lab.ring.reclaim();
+  };
+  fill();
+  lab.after_a_look([&] { CHECK_EQ(lab.ring.trim(), size); });
+  fill();
+  lab.after_a_look([&] { lab.ring.shape(2 * size, 2); });
+  CHECK_EQ(lab.ring.bytes(), 0);
+  fill();
+  CHECK_EQ(lab.ring.trim(), 2 * size);
+}
+
+// A ring of its own size is left alone: the lock is taken once, and the second time to change it.
+TEST(ring_that_changes_is_guarded) {
+  RingLab lab;
+  Slot* slot = lab.ring.take_ready();
+  const StreamRef stream = lab.copy();
+  lab.runtime->event_record(*slot->moved, stream, here);
+  lab.ring.put(*slot, slot->moved);
+  lab.interrupted->at_sync = lab.look;
+  lab.ring.shape(2 * size, 2);
+  ask(lab);
+  lab.interrupted->at_sync = nullptr;
 }
 
 // ---- transfers

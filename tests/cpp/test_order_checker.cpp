@@ -241,7 +241,7 @@ PAIR(a_late_transfer_and_its_producer) {
   StreamRef producer = lab.compute();
   lab.produce(producer, data->data(), 1, size);
   TransferRequest request = request_of(out, data);
-  request.from_host_stream = true;
+  request.staged = true;
   if (!racy) request.after = {producer};
   auto transfer = engine.submit(std::move(request));
   CHECK(transfer->sync_for(patience));

@@ -175,7 +175,7 @@ def _advice(
             f"advice: cold pool: {growth:.3f} s went into page-locked memory; results that are "
             "dropped give it back to the next call, or pass out="
         )
-    ordinary = sum(span.seconds for span in copies if span.path == "driver")
+    ordinary = sum(span.seconds for span in copies if span.path == "staged")
     if ordinary > _MUCH * seconds:
         return (
             f"advice: ordinary memory: {ordinary:.3f} s of copies to or from pages that are not "
