@@ -279,6 +279,7 @@ class OnSimulation(Machine):
     threaded = False
 
 
+@pytest.mark.filterwarnings("ignore:the pinned pool:RuntimeWarning")
 @pytest.mark.parametrize("machine", [Machine, OnSimulation], ids=["threads", "sim"])
 def test_whatever_is_done_the_bytes_are_right(machine, seed, repeats, request):
     count = RUNS["threads" if machine.threaded else "sim"] * max(1, len(repeats("cpu")) // 3)
