@@ -236,7 +236,7 @@ def test_an_exporter_that_fails_is_named():
 @pytest.mark.parametrize("of_cupy", [False, True])
 def test_wait_source_orders_cupy_s_stream_too(of_cupy, streams, monkeypatch):
     waited = []
-    native = types.SimpleNamespace(wait_on_stream=waited.append)
+    native = types.SimpleNamespace(wait_source_on_stream=waited.append)
     adopted = types.SimpleNamespace
     runtime = types.SimpleNamespace(
         adopt=lambda index, handle: adopted(index=index, handle=handle, capturing=lambda: False)

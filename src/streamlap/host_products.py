@@ -101,8 +101,6 @@ class _Groups:
     def _start(self, first: int, count: int) -> _native.Event:
         layout, stream = self._layout, self._place.compute_stream()
         block = self._pool._allocate(count * layout.pitch)
-        if self._place.checked:
-            self._place.runtime.declare(stream, block.address, count * layout.pitch, True)
         made = [
             view_of(block, self._x.shape, self._x.dtype, None, item * layout.pitch)
             for item in range(count)
