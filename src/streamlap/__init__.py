@@ -24,6 +24,7 @@ from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
+from streamlap.training import Prefetcher
 from streamlap.transfer import Transfer
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PinnedPool",
     "PoolExhausted",
     "Prediction",
+    "Prefetcher",
     "SourceModified",
     "StreamlapError",
     "Summary",
