@@ -24,10 +24,11 @@ from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
-from streamlap.training import Prefetcher
+from streamlap.training import ActivationOffload, Prefetcher, offload_activations
 from streamlap.transfer import Transfer
 
 __all__ = [
+    "ActivationOffload",
     "Benchmark",
     "CaptureError",
     "Device",
@@ -54,6 +55,7 @@ __all__ = [
     "copy_to_cpu",
     "devices",
     "empty_pinned",
+    "offload_activations",
     "parallel_run",
     "pipelined_map",
     "pipelined_run",
