@@ -214,12 +214,13 @@ class ActivationOffload:
         memory = packed.memory
         with self._lock:
             self._expect_the_end()
-            if memory.fetched_for_another_stream():
-                memory.drop()
-            if not memory.here:
-                self._fetch(memory)
-            self._fetch_ahead(memory.number)
-            flat = memory.take()
+            if memory.source is not None:
+                flat = memory.source
+                self._fetch_ahead(memory.number)
+            else:
+                back = memory.way_back() or self._fetch(memory)
+                self._fetch_ahead(memory.number)
+                flat = memory.arrive(back)
         view = torch.empty(0, dtype=packed.dtype, device=flat.device)
         start = flat.storage_offset() // packed.dtype.itemsize
         return view.set_(flat.untyped_storage(), start + packed.offset, packed.shape, packed.stride)
@@ -251,17 +252,19 @@ class ActivationOffload:
                 self._fetch(memory)
             ahead.add(None, memory.nbytes)
 
-    def _fetch(self, memory: Offloaded) -> None:
+    def _fetch(self, memory: Offloaded) -> streamlap.Transfer:
         while len(self._arriving) and (self._arriving.full() or self._arriving.oldest().done()):
             self._arriving.pop().result()  # site: activations.bound_arriving
-        self._arriving.add(memory.fetch(), memory.nbytes)
+        back = memory.fetch()
+        self._arriving.add(back, memory.nbytes)
         self._count["fetched"] += 1
         # What nobody asks for would stay: the oldest goes, and is fetched again if need be.
         self._here.add(weakref.ref(memory), memory.nbytes)
-        while (oldest := self._here.oldest()()) is None or not oldest.fetched or self._here.full():
-            if oldest is not None:
-                oldest.drop()
-            self._here.pop()
+        while self._here.full():
+            stale = self._here.pop()()
+            if stale is not None:
+                stale.drop()
+        return back
 
 
 def _movable_range(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -112,24 +112,18 @@ class Offloaded:
         self._back = self._context.run(streamlap.to_device, host, self._device)
         return self._back
 
-    @property
-    def fetched(self) -> bool:
-        """Whether it holds memory on the device that it was fetched to."""
-        return self._back is not None
+    def way_back(self) -> streamlap.Transfer | None:
+        """Return the way back that was started for the current stream, if there is one."""
+        if self._stream != _current(self._device):
+            self.drop()  # another stream's memory, which may be given to others too early
+        return self._back
 
-    def fetched_for_another_stream(self) -> bool:
-        """Return whether its memory on the device is another stream's than the current one's."""
-        return self._back is not None and self._stream != _current(self._device)
-
-    def take(self) -> torch.Tensor:
+    def arrive(self, back: streamlap.Transfer) -> torch.Tensor:
         """Return the bytes on the device, readable by the current stream.
 
-        It must be here. It stays until each user has had it once, so that all get the same.
+        They stay until each user has had them once, so that all have the same.
         """
-        if self.source is not None:
-            return self.source
-        assert self._back is not None
-        flat = self._back.wait()  # site: activations.wait_back
+        flat = back.wait()  # site: activations.wait_back
         assert isinstance(flat, torch.Tensor)
         self._taken += 1
         if self._taken >= self.users:
@@ -137,7 +131,7 @@ class Offloaded:
         return flat
 
     def drop(self) -> None:
-        """Let go of the memory on the device that it was fetched to."""
+        """Let go of the memory on the device that it was fetched to, if any."""
         self._back = None
         self._taken = 0
 
