@@ -631,7 +631,7 @@ def test_the_peak_on_the_device_falls():
         before = torch.cuda.memory_allocated()
         with context:
             h = x * 2
-            for _ in range(60):
+            for _ in range(160):
                 h = h.sin()
             loss = h.sum()
             del h
@@ -639,7 +639,7 @@ def test_the_peak_on_the_device_falls():
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(offload_activations()) < 0.6 * peak(torch.enable_grad())
+    assert peak(offload_activations()) < 0.5 * peak(torch.enable_grad())
 
 
 def test_memory_is_flat_over_a_thousand_steps(where):
