@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(name, *arguments):
-    # Without a GPU, wherever the test runs, and without threads that spin for a busy machine's cores.
+    # Without a GPU, and without threads that spin for the cores of a busy machine.
     return subprocess.run(
         [sys.executable, ROOT / "examples" / name, *arguments],
         capture_output=True,
