@@ -1,5 +1,6 @@
 """offload_activations: the same bits, the same errors, less memory, and nothing left."""
 
+import functools
 import gc
 import queue
 import re
@@ -878,31 +879,59 @@ def test_memory_of_another_stream_is_fetched_anew(monkeypatch):
     assert offload.stats()["fetched"] > 6
 
 
-def test_threads_share_one(where):
+@pytest.mark.gpu
+def test_branches_on_two_streams_are_right(monkeypatch):
+    """Saved, copied and asked for on two streams, forward and backward."""
+    where = "cuda:0"
+    narrow(monkeypatch)
+    streams = [torch.cuda.Stream(where) for _ in range(2)]
+
+    def run(context):
+        x = batch_of(where).requires_grad_()
+        with context:
+            parts = []
+            for index, stream in enumerate(streams):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(2_000_000)
+                    h = x * (index + 2)
+                    for _ in range(6):
+                        h = h.sin()
+                    parts.append(h)
+            for stream, part in zip(streams, parts, strict=True):
+                torch.cuda.current_stream().wait_stream(stream)
+                part.record_stream(torch.cuda.current_stream())
+            loss = (parts[0] * parts[1]).sum()
+        del parts, h
+        loss.backward()
+        torch.cuda.synchronize()
+        return x.grad.cpu()
+
+    assert same_bits(run(offload_activations(min_bytes=1)), run(torch.enable_grad()))
+
+
+def test_threads_share_one(where, monkeypatch, nothing_left):
+    narrow(monkeypatch)
     offload = offload_activations(min_bytes=1)
-    expected = gradients(where, torch.enable_grad(), deterministic_forward)
-    found, errors = [], []
+    inputs = [batch_of(where, step).requires_grad_() for step in range(3)]
+    expected = [torch.autograd.grad(chain(x), x)[0] for x in inputs]
+    finish_all(where)
+    found, errors = {}, []
 
-    def work():
-        found.append(gradients(where, offload, deterministic_forward))
+    def work(index):
+        for _ in range(10):
+            with offload:
+                loss = chain(inputs[index])
+            (found[index],) = torch.autograd.grad(loss, inputs[index])
 
-    threads = [spawn(work, errors) for _ in range(3)]
+    threads = [spawn(functools.partial(work, index), errors) for index in range(3)]
     for thread in threads:
         thread.join()
     assert errors == []
-    assert all(same_tree(one, expected) for one in found)
+    finish_all(where)
+    assert all(same_bits(found[index], expected[index]) for index in range(3))
+    assert offload.stats()["moved"] == 3 * 10 * 6
     assert eventually(lambda: offload.stats()["held_bytes"] == 0)
-    assert threading.active_count() < 10
-
-
-def deterministic_forward(model, x):
-    for layer in model:
-        x = (
-            layer.eval()(x)
-            if not isinstance(layer, Layer)
-            else layer.up(layer.n2(x)).tanh()[..., :16]
-        )
-    return x
 
 
 def test_blocks_nest(where):
