@@ -142,6 +142,7 @@ def main(given: Sequence[str] | None = None) -> int:
         torchtune_row(step),
         ours("offload_activations()", None),
         ours(f"offload_activations(budget={some!r})", some),
+        ours("offload_activations(budget='hide')", "hide"),
     ]
     take_turns(rows, asked.device, asked.rounds)
     if not asked.json:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamlap
 from streamlap import offload_activations
-from streamlap.training import offloaded
+from streamlap.training import activations, offloaded, pace
 from streamlap.training.memory import MemoryRef
 
 SCHEDULES = ("lazy", "eager", "starve(0)", "starve(1)", "random(1)", "random(2)")
@@ -432,6 +432,70 @@ def test_a_budget_is_kept(where, windows, nothing_left):
     assert none.stats()["moved"] == 0
 
 
+class Moment:
+    """A mark on a clock that a test sets."""
+
+    now = 0.0
+
+    def __init__(self):
+        self.time = Moment.now
+
+    def passed(self):
+        return self.time < Moment.now
+
+    def until(self, end):
+        return end.time - self.time
+
+
+def test_what_the_block_hides_is_moved_and_no_more(monkeypatch):
+    narrow(monkeypatch)
+    monkeypatch.setattr(activations, "mark", Moment)
+    monkeypatch.setattr(pace, "PROBE", 4000)
+    x = batch_of("cpu").requires_grad_()  # 1536 bytes
+    expected = torch.autograd.grad(chain(x, 20), x)[0]
+    moved = []
+    # A link of a megabyte a second, and blocks of 20, 10 and again 20 ms.
+    with streamlap.use_runtime("sim", costs={"memcpy": 1e6}):
+        offload = offload_activations("hide", min_bytes=1)
+        for seconds in (0.02, 0.01, 0.02, 0.02):
+            before = offload.stats()["moved_bytes"]
+            with offload:
+                loss = chain(x, 20)
+                Moment.now += seconds
+            moved.append(offload.stats()["moved_bytes"] - before)
+            assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+            Moment.now += 1
+    assert moved == [2 * 1536, 11 * 1536, 5 * 1536, 5 * 1536]  # 0.9 of 20 kB, then of 10 kB
+
+
+def test_a_block_that_fails_is_not_measured(monkeypatch):
+    monkeypatch.setattr(activations, "mark", Moment)
+    offload = offload_activations("hide", min_bytes=1)
+
+    def fails():
+        with offload:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert offload._pace._blocks == []
+
+
+def test_the_pace_of_real_blocks(where):
+    x = batch_of(where).requires_grad_()
+    offload = offload_activations("hide", min_bytes=1)
+    for _ in range(4):
+        with offload:
+            loss = chain(x)
+        loss.backward()
+        finish_all(where)
+    with offload:
+        pass
+    assert offload.stats()["moved"] > 0
+    assert 0 < offload._pace._shortest < 10
+    assert offload._pace._seconds > 0
+
+
 def test_a_full_pool_lets_activations_stay(where, monkeypatch, nothing_left):
     expected = gradients(where, torch.enable_grad())
     to_cpu, calls = streamlap.to_cpu, []
@@ -582,6 +646,7 @@ def test_an_error_in_backward_leaves_nothing(where, windows, nothing_left):
     [
         ({"budget": -1}, streamlap.InvalidArgument),
         ({"budget": "show"}, streamlap.InvalidArgument),
+        ({"budget": "HIDE"}, streamlap.InvalidArgument),
         ({"budget": "12 parsecs"}, streamlap.InvalidArgument),
         ({"budget": 1.5}, streamlap.InvalidType),
         ({"budget": True}, streamlap.InvalidType),

@@ -26,6 +26,7 @@ from streamlap.checks import as_callable
 from streamlap.sizes import parse_size
 from streamlap.training.memory import MemoryRef
 from streamlap.training.offloaded import Offloaded, Window, root_of
+from streamlap.training.pace import Pace, mark
 from streamlap.training.versions import SavedVersion
 
 _LARGEST_GAP = 16
@@ -66,6 +67,9 @@ def offload_activations(
     Args:
         budget: bytes of page-locked memory in use at one time; what is saved beyond it stays on the
             device. An int, a string like ``"8GiB"``, or None: as much as the process's pool has.
+            ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
+            taken so far; the object must be used again for each step, and the first step moves
+            64 MiB to measure the link. Backward takes longer, so the way back is hidden, too.
         min_bytes: smaller tensors stay.
         keep: called with each tensor that would be moved; True lets it stay.
 
@@ -77,11 +81,11 @@ def offload_activations(
 
     Stream order: a tensor is copied after the work of the current stream at its saving, and
     backward's stream waits for it. The calling thread waits where it is more than a few tensors
-    (4, or 128 MiB if that is more) ahead of the copies. On a CPU the copies are made by a worker.
+    (2, or 128 MiB if that is more) ahead of the copies. On a CPU the copies are made by a worker.
     Threads may share it.
     """
     return ActivationOffload(
-        None if budget is None else parse_size(budget, "budget"),
+        Pace() if budget == "hide" else None if budget is None else parse_size(budget, "budget"),
         parse_size(min_bytes, "min_bytes"),
         None if keep is None else as_callable(keep, "keep"),
     )
@@ -91,9 +95,13 @@ class ActivationOffload:
     """What :func:`offload_activations` gives: a context manager, and its figures."""
 
     def __init__(
-        self, budget: int | None, min_bytes: int, keep: Callable[[torch.Tensor], bool] | None
+        self,
+        budget: int | Pace | None,
+        min_bytes: int,
+        keep: Callable[[torch.Tensor], bool] | None,
     ) -> None:
-        self._budget = budget
+        self._pace = budget if isinstance(budget, Pace) else None
+        self._budget = None if isinstance(budget, Pace) else budget
         self._min_bytes = max(1, min_bytes)
         self._keep = keep
         # Re-entrant, because a collection of garbage inside may run anything.
@@ -114,11 +122,18 @@ class ActivationOffload:
     def __enter__(self) -> ActivationOffload:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
-        self._blocks.__dict__.setdefault("open", []).append(hooks)
+        begin = None if self._pace is None else mark()
+        self._blocks.__dict__.setdefault("open", []).append((hooks, begin))
+        with self._lock:
+            self._budget = self._budget if self._pace is None else self._pace.budget()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._blocks.open.pop().__exit__(*error)
+        hooks, begin = self._blocks.open.pop()
+        hooks.__exit__(*error)
+        if self._pace is not None and error[0] is None:  # half a block tells nothing
+            with self._lock:
+                self._pace.block(begin, mark())
 
     def stats(self) -> dict[str, int]:
         """Return the figures so far.
@@ -198,6 +213,8 @@ class ActivationOffload:
                     memory.wait_until_left()
                 elif not memory.left():
                     return
+                if self._pace is not None:
+                    self._pace.copied(memory.nbytes, memory.seconds())
                 memory.source = None
             self._leaving.pop()
 

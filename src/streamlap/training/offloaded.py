@@ -15,7 +15,7 @@ from streamlap.training.memory import MemoryRef
 T = TypeVar("T")
 
 
-COUNT = 4
+COUNT = 2
 BYTES = 128 << 20
 
 
@@ -95,6 +95,10 @@ class Offloaded:
     def left(self) -> bool:
         """Return whether the copy to the host is done."""
         return self._out.done()
+
+    def seconds(self) -> float:
+        """Return how long the copy to the host took; it must be done."""
+        return self._out.elapsed()
 
     def wait_until_left(self) -> None:
         """Block until the copy to the host is done."""
