@@ -493,7 +493,7 @@ def test_the_pace_of_real_blocks(where):
         pass
     assert offload.stats()["moved"] > 0
     assert 0 < offload._pace._shortest < 10
-    assert offload._pace._seconds > 0
+    assert offload._pace._bytes > 0
 
 
 def test_a_full_pool_lets_activations_stay(where, monkeypatch, nothing_left):
