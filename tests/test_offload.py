@@ -340,7 +340,7 @@ def test_an_address_that_is_given_again_brings_no_wrong_bytes(where, monkeypatch
         x = batch_of(where).requires_grad_()
         loss = 0
         with context:
-            for step in range(30):
+            for step in range(100):
                 h = x * (step + 1)
                 addresses.add(h.data_ptr())
                 loss = loss + (h.sin() * (step + 2)).sum()
@@ -352,8 +352,8 @@ def test_an_address_that_is_given_again_brings_no_wrong_bytes(where, monkeypatch
     offload = offload_activations(min_bytes=1)
     addresses.clear()
     assert same_bits(run(offload), expected)
-    assert offload.stats()["moved"] == 30
-    assert len(addresses) < 30  # or nothing was shown
+    assert offload.stats()["moved"] == 100
+    assert len(addresses) < 100  # or nothing was shown
 
 
 def test_a_tensor_whose_data_was_swapped_is_copied_again(where):
@@ -487,8 +487,9 @@ def test_the_pace_of_real_blocks(where):
     for _ in range(4):
         with offload:
             loss = chain(x)
-        loss.backward()
         finish_all(where)
+        loss.backward()
+    finish_all(where)
     with offload:
         pass
     assert offload.stats()["moved"] > 0

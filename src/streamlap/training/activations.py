@@ -150,12 +150,8 @@ class ActivationOffload:
 
     def _pack(self, tensor: torch.Tensor) -> _Stayed | _Moved:
         version = SavedVersion(tensor)
-        span = _movable_range(tensor)
-        if (
-            span is not None
-            and tensor.nbytes >= self._min_bytes
-            and not (self._keep is not None and self._keep(tensor))
-        ):
+        span = _movable_range(tensor) if tensor.nbytes >= self._min_bytes else None
+        if span is not None and not (self._keep is not None and self._keep(tensor)):
             with self._lock:
                 moved = self._moved(tensor, *span, version)
             if moved is not None:
@@ -213,10 +209,13 @@ class ActivationOffload:
                     memory.wait_until_left()
                 elif not memory.left():
                     return
-                if self._pace is not None:
-                    self._pace.copied(memory.nbytes, memory.seconds())
+                self._note_pace(memory)
                 memory.source = None
             self._leaving.pop()
+
+    def _note_pace(self, memory: Offloaded) -> None:
+        if self._pace is not None and memory.left():
+            self._pace.copied(memory.nbytes, memory.seconds())
 
     def _count_dead(self) -> None:
         while self._died:
@@ -233,6 +232,7 @@ class ActivationOffload:
             self._expect_the_end()
             if memory.source is not None:
                 flat = memory.source
+                self._note_pace(memory)
                 self._fetch_ahead(memory.number)
             else:
                 back = memory.way_back() or self._fetch(memory)
