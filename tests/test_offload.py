@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from helpers.data import random_numbers, same_bits, same_tree
@@ -333,27 +334,33 @@ def test_memory_that_was_written_between_two_savings_is_copied_twice(where):
 
 
 def test_an_address_that_is_given_again_brings_no_wrong_bytes(where, monkeypatch, nothing_left):
-    narrow(monkeypatch)
-    addresses = set()
+    narrow(monkeypatch, 0)  # each has left before the next is made
+    addresses = []
+    array = np.empty((4, 6, 16), np.float32)
 
     def run(context):
         x = batch_of(where).requires_grad_()
         loss = 0
         with context:
-            for step in range(100):
+            for step in range(30):
                 h = x * (step + 1)
-                addresses.add(h.data_ptr())
+                if where == "cpu":  # a GPU's allocator gives memory again by itself
+                    h.data = torch.from_numpy(array).copy_(h.detach())
+                addresses.append(h.data_ptr())
                 loss = loss + (h.sin() * (step + 2)).sum()
                 del h
         loss.backward()
         return x.grad.cpu()
 
-    expected = run(torch.enable_grad())
+    expected = torch.zeros(4, 6, 16)
+    for step in range(30):  # one at a time, or they would have written to each other's memory
+        x = batch_of("cpu").requires_grad_()
+        ((x * (step + 1)).sin() * (step + 2)).sum().backward()
+        expected += x.grad
     offload = offload_activations(min_bytes=1)
-    addresses.clear()
-    assert same_bits(run(offload), expected)
-    assert offload.stats()["moved"] == 100
-    assert len(addresses) < 100  # or nothing was shown
+    assert torch.allclose(run(offload), expected, rtol=1e-4, atol=1e-3)
+    assert offload.stats()["moved"] == 30
+    assert len(set(addresses)) < 30  # or nothing was shown
 
 
 def test_a_tensor_whose_data_was_swapped_is_copied_again(where):
@@ -368,6 +375,21 @@ def test_a_tensor_whose_data_was_swapped_is_copied_again(where):
         z = h.cos()
         expected = -h.detach().sin() * 2
     assert offload.stats()["moved"] == 2
+    (grad,) = torch.autograd.grad(z.sum(), x)
+    assert torch.allclose(grad, expected)
+    del y
+
+
+def test_memory_with_two_counters_is_copied_for_each(where, monkeypatch):
+    narrow(monkeypatch, 0)
+    x = batch_of(where).requires_grad_()
+    with offload_activations(min_bytes=1):
+        h, g = x * 2, x * 3
+        y = h.sin()
+        h.data.mul_(5)  # which h's counter does not see
+        g.data = h.data  # and g's stands where h's stood
+        z = g.cos()
+        expected = -g.detach().sin() * 3
     (grad,) = torch.autograd.grad(z.sum(), x)
     assert torch.allclose(grad, expected)
     del y
@@ -901,11 +923,7 @@ def test_the_host_is_a_bounded_number_ahead_of_what_comes_back(monkeypatch):
 
 def test_what_was_saved_before_comes_ahead_of_use(where, monkeypatch):
     narrow(monkeypatch, 3)
-    x = batch_of(where).requires_grad_()
-    with offload_activations(min_bytes=1) as offload:
-        loss = chain(x, 20)
     fetched = []
-    loss_of = {}
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -917,20 +935,20 @@ def test_what_was_saved_before_comes_ahead_of_use(where, monkeypatch):
             fetched.append(offload.stats()["fetched"])
             return g
 
-    x2 = batch_of(where).requires_grad_()
+    x = batch_of(where).requires_grad_()
     with offload_activations(min_bytes=1) as offload:
-        h = x2 * 2
+        h = x * 2
         for _ in range(12):
             h = Probe.apply(h.sin())
-        loss_of["probed"] = h.sum()
+        loss = h.sum()
         del h
-    loss_of["probed"].backward()
+    finish_all(where)
     loss.backward()
-    # While there is more to come, always some are under way that nobody has asked for yet.
+    # One probe runs before each sine asks for what it has saved. The last three or four of those
+    # have not left; from then on there are always four on their way that nobody has asked for.
     assert fetched[0] == 0
-    asked = range(len(fetched))
-    assert all(n >= min(a, 8) for n, a in zip(fetched, asked, strict=True))
-    assert fetched[-1] <= 13
+    assert all(n >= min(asked, 8) for asked, n in enumerate(fetched))
+    assert fetched[-1] <= 12
 
 
 def test_memory_of_another_stream_is_fetched_anew(monkeypatch):
