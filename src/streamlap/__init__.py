@@ -24,9 +24,11 @@ from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
+from streamlap.training import ActivationOffload, Prefetcher, offload_activations
 from streamlap.transfer import Transfer
 
 __all__ = [
+    "ActivationOffload",
     "Benchmark",
     "CaptureError",
     "Device",
@@ -40,6 +42,7 @@ __all__ = [
     "PinnedPool",
     "PoolExhausted",
     "Prediction",
+    "Prefetcher",
     "SourceModified",
     "StreamlapError",
     "Summary",
@@ -52,6 +55,7 @@ __all__ = [
     "copy_to_cpu",
     "devices",
     "empty_pinned",
+    "offload_activations",
     "parallel_run",
     "pipelined_map",
     "pipelined_run",
