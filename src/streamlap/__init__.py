@@ -9,6 +9,7 @@ from streamlap.errors import (
     DeviceError,
     DeviceLost,
     ForkedProcess,
+    GradientsIncomplete,
     InvalidArgument,
     InvalidType,
     OrderError,
@@ -24,6 +25,7 @@ from streamlap.pipeline import parallel_run, pipelined_map, pipelined_run, run
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
+from streamlap.training.gradients import stream_gradients
 from streamlap.transfer import Transfer
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "DeviceError",
     "DeviceLost",
     "ForkedProcess",
+    "GradientsIncomplete",
     "InvalidArgument",
     "InvalidType",
     "OrderError",
@@ -60,6 +63,7 @@ __all__ = [
     "prewarm",
     "record_use",
     "run",
+    "stream_gradients",
     "synchronize",
     "timeline",
     "to_cpu",
