@@ -111,6 +111,9 @@ def ddp_comm_hook(state: DDPGradients, bucket: Any) -> torch.futures.Future[torc
     return state._reduce(bucket)
 
 
+ddp_comm_hook.__annotations__.clear()  # DDP compares them with its types, and refuses strings
+
+
 def _view(
     shape: torch.Size, stride: tuple[int, ...], offset: int, flat: torch.Tensor
 ) -> torch.Tensor:

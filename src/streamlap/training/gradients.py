@@ -217,8 +217,9 @@ class GradientStream(Gradients):
         grads: list[torch.Tensor],
         followed: bool = False,
     ) -> None:
-        while self._flying and self._flying[0].done():  # that lets go of what was read
-            self._flying.popleft()
+        with self._changed:  # each GPU has a thread of the engine's
+            while self._flying and self._flying[0].done():  # that lets go of what was read
+                self._flying.popleft()
         try:
             transfer = self._to_cpu(
                 grads,
