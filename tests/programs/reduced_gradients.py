@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import streamlap
 from streamlap.training import DDPGradients, ddp_comm_hook
@@ -20,7 +20,8 @@ from streamlap.training import DDPGradients, ddp_comm_hook
 
 def same(first, second):
     return first.dtype == second.dtype and torch.equal(
-        first.detach().cpu().view(torch.uint8), second.detach().cpu().view(torch.uint8)
+        first.detach().cpu().reshape(-1).view(torch.uint8),
+        second.detach().cpu().reshape(-1).view(torch.uint8),
     )
 
 
@@ -57,14 +58,14 @@ def agreed(grads):
     """Whether every process has the same bits."""
     for grad in grads.values():
         seen = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, grad.view(torch.uint8).tolist())
+        dist.all_gather_object(seen, grad.reshape(-1).view(torch.uint8).tolist())
         assert all(other == seen[0] for other in seen)
 
 
 def ddp(device):
     for options in ({}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}):
         options = {"find_unused_parameters": True, **options}
-        plain, ours = (DDP(tied_model(device), **options) for _ in range(2))
+        plain, ours = (DistributedDataParallel(tied_model(device), **options) for _ in range(2))
         plain.register_comm_hook(plain.process_group, default_hooks.allreduce_hook)
         grads = DDPGradients(ours)
         ours.register_comm_hook(grads, ddp_comm_hook)
@@ -95,7 +96,7 @@ def ddp(device):
 
 
 def ddp_without_sync(device):
-    model = DDP(torch.nn.Linear(4, 3).to(device))
+    model = DistributedDataParallel(torch.nn.Linear(4, 3).to(device))
     grads = DDPGradients(model)
     model.register_comm_hook(grads, ddp_comm_hook)
     x = torch.full((2, 4), float(dist.get_rank() + 1), device=device)
@@ -115,7 +116,7 @@ def ddp_without_sync(device):
 
 
 def ddp_compressed(device):
-    model = DDP(torch.nn.Linear(40, 30).to(device))
+    model = DistributedDataParallel(torch.nn.Linear(40, 30).to(device))
     grads = DDPGradients(model, default_hooks.bf16_compress_hook, dtype=torch.float64)
     model.register_comm_hook(grads, ddp_comm_hook)
     model(torch.rand(2, 40, device=device)).sum().backward()
