@@ -88,7 +88,8 @@ class Gradients:
             self._require_good(step)
             if not step.latest:
                 raise streamlap.GradientsIncomplete(
-                    "no gradient has come since the last step: call backward() before result()"
+                    "no gradient has come since the last step: call backward() before result(), "
+                    "and attach again if the parameters were replaced"
                 )
             step.closed = True
             latest = dict(step.latest)
