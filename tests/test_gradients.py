@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.data import as_bytes, same_bits
+from helpers.nets import batch, loss_of, net, plain, same_grads
 from helpers.streams import MOMENT, PATIENCE, CopySide, eventually, finish_all
 from torch.utils.checkpoint import checkpoint
 
@@ -16,55 +17,6 @@ import streamlap
 from streamlap import GradientsIncomplete, InvalidArgument, InvalidType, stream_gradients
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-class Net(torch.nn.Module):
-    """Small and large parameters, a tied one, a frozen one, one that nothing uses, a scalar."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(40, 24)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(3))
-        self.head = torch.nn.Linear(24, 40, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
-        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
-        self.unused = torch.nn.Parameter(torch.ones(3))
-        self.frozen = torch.nn.Parameter(torch.ones(24), requires_grad=False)
-
-    def forward(self, ids, through=lambda layer, x: layer(x)):
-        x = self.embedding(ids) + self.nothing.sum()
-        for layer in self.layers:
-            x = through(layer, x).tanh() * self.frozen
-        return self.head(x * self.scale)
-
-
-def net(where, seed=0):
-    torch.manual_seed(seed)
-    return Net().to(where)
-
-
-def batch(where, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 40, (6, 5), generator=generator).to(where)
-
-
-def loss_of(model, ids, **options):
-    return torch.nn.functional.cross_entropy(model(ids, **options).flatten(0, 1), ids.flatten())
-
-
-def plain(where, *seeds, **options):
-    """The gradients that torch accumulates over these batches."""
-    model = net(where)
-    for seed in seeds:
-        loss_of(model, batch(where, seed), **options).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def same_grads(result, expected):
-    assert list(result) == list(expected)
-    assert all(grad.device.type == "cpu" for grad in result.values())
-    return all(same_bits(grad, expected[name].cpu()) for name, grad in result.items())
 
 
 SIZES = [{}, {"min_bytes": 0}, {"min_bytes": 1 << 30, "bucket_bytes": 3000}]
@@ -176,44 +128,6 @@ def test_names(where):
             assert same_grads(handle.result(), dict(zip(names, grads, strict=True)))
 
 
-# -- when a copy is ordered, shown on simulations where nothing moves before somebody waits
-
-
-@pytest.fixture(params=["lazy", "eager", "random(2)", "starve(0)"])
-def simulated(request):
-    with streamlap.use_runtime("sim", schedule=request.param) as serving:
-        yield serving
-        gc.collect()
-
-
-def overwrite(tensor):
-    """Write without a trace in torch's version counter."""
-    tensor.detach().numpy().fill(-7)
-
-
-@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-def test_after_backward_gradients_may_be_written(simulated, min_bytes):
-    model = net("cpu")
-    with stream_gradients(model, min_bytes=min_bytes) as grads:
-        loss_of(model, batch("cpu")).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                overwrite(parameter.grad)
-        assert same_grads(grads.result(), plain("cpu", 1))
-
-
-@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
-def test_a_later_hook_of_the_parameter_may_write(simulated, min_bytes):
-    """As an optimizer that runs inside backward does."""
-    model = net("cpu")
-    with stream_gradients(model, min_bytes=min_bytes) as grads:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: overwrite(p.grad))
-        loss_of(model, batch("cpu")).backward()
-        assert same_grads(grads.result(), plain("cpu", 1))
-
-
 def test_an_earlier_hook_has_the_first_word(where):
     def double(parameter):
         parameter.grad.mul_(2)
@@ -225,16 +139,6 @@ def test_an_earlier_hook_has_the_first_word(where):
     with stream_gradients(model) as grads:
         loss_of(model, batch(where)).backward()
         assert same_grads(grads.result(), {n: 2 * g for n, g in plain(where, 1).items()})
-
-
-def test_a_gradient_that_is_given_up_is_kept_until_it_is_read(simulated):
-    model = net("cpu")
-    with stream_gradients(model, free=True) as grads:
-        loss_of(model, batch("cpu")).backward()
-        gc.collect()
-        litter = [torch.full((40, 24), -7.0) for _ in range(50)]
-        assert same_grads(grads.result(), plain("cpu", 1))
-        del litter
 
 
 def test_small_gradients_travel_together(where, monkeypatch):
@@ -315,6 +219,51 @@ def test_result_waits_for_a_backward_that_runs(where):
         result = grads.result(PATIENCE)
         work.result(PATIENCE)
     assert same_grads(result, plain(where, 1))
+
+
+def test_reset_waits_for_a_backward_that_runs(where):
+    model = net(where)
+    through, reached, go_on = hold_between(model, where)
+    grads = stream_gradients(model, min_bytes=0, free=True)
+    loss = loss_of(model, batch(where), through=through)
+    with ThreadPoolExecutor(2) as threads:
+        work = threads.submit(loss.backward)
+        assert reached.wait(PATIENCE)
+        reset = threads.submit(grads.reset)
+        try:
+            with pytest.raises(TimeoutError):
+                reset.result(MOMENT)
+        finally:
+            go_on.set()
+        work.result(PATIENCE)
+        reset.result(PATIENCE)
+    loss_of(model, batch(where, 2)).backward()
+    assert same_grads(grads.result(), plain(where, 2))
+
+
+def test_gradients_that_a_callback_of_the_pass_makes(where):
+    """As FSDP2 does at the end of backward, in a callback that was queued after ours."""
+    model = net(where)
+    grads = stream_gradients(model)
+
+    def reduce():
+        model.unused.grad = torch.full((3,), 5.0, device=where)
+        for hook in model.unused._post_accumulate_grad_hooks.values():
+            hook(model.unused)
+
+    def queue(_grad):
+        torch.autograd.Variable._execution_engine.queue_callback(reduce)
+
+    def through(layer, x):
+        x = layer(x)
+        if layer is model.layers[0]:
+            x.register_hook(queue)
+        return x
+
+    arrivals = grads.completed(timeout=PATIENCE)
+    loss_of(model, batch(where), through=through).backward()
+    assert "unused" in dict(arrivals)
+    assert same_bits(grads.result()["unused"], torch.full((3,), 5.0))
 
 
 def test_result_can_time_out_on_a_copy(where):
@@ -715,135 +664,6 @@ def test_a_handle_goes_with_its_model(where):
     assert eventually(lambda: gc.collect() >= 0 and alive() is None)
 
 
-# -- what is refused
-
-
-def leafless():
-    return torch.nn.Parameter(torch.ones(2)) * 2
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: torch.nn.ReLU(), InvalidArgument, "no parameters"),
-        (list, InvalidArgument, "no parameters"),
-        (lambda: torch.nn.Linear(2, 2).requires_grad_(False), InvalidArgument, "requires grad"),
-        (lambda: [torch.ones(2)], InvalidArgument, "requires grad"),
-        (lambda: [leafless()], InvalidArgument, "no leaf"),
-        (lambda: torch.nn.Linear(2, 2, device="meta"), InvalidArgument, "meta"),
-        (lambda: 3, InvalidType, "int"),
-        (lambda: torch.nn.Parameter(torch.ones(2)), InvalidType, "Parameter"),
-        (lambda: [3], InvalidType, "item 0"),
-        (lambda: [("a", 3)], InvalidType, "item 0"),
-        (
-            lambda: [(name, torch.nn.Parameter(torch.ones(2))) for name in "aa"],
-            InvalidArgument,
-            "two parameters",
-        ),
-    ],
-)
-def test_models_that_are_refused(make, error, says):
-    with pytest.raises(error, match=says):
-        stream_gradients(make())
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"dtype": "bfloat16"}, InvalidType),
-        ({"free": 1}, InvalidType),
-        ({"min_bytes": "1MiB"}, InvalidType),
-        ({"min_bytes": -1}, InvalidArgument),
-        ({"bucket_bytes": 1.5}, InvalidType),
-        ({"bucket_bytes": True}, InvalidType),
-    ],
-)
-def test_options_that_are_refused(options, error):
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(error, match=next(iter(options))):
-        stream_gradients(model, **options)
-    assert not model.weight._post_accumulate_grad_hooks
-
-
-@pytest.mark.parametrize("backwards", [0, -1, "1", True, 1.5])
-def test_numbers_of_passes_that_are_refused(backwards):
-    grads = stream_gradients(torch.nn.Linear(2, 2))
-    with pytest.raises((InvalidArgument, InvalidType), match="backwards"):
-        grads.completed(backwards)
-    with pytest.raises((InvalidArgument, InvalidType), match="timeout"):
-        grads.result(timeout=-1 if backwards == 0 else "1")
-
-
-def test_twice_on_one_parameter_is_refused_before_anything_is_hooked():
-    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    with stream_gradients(second):
-        with pytest.raises(InvalidArgument, match=r"'1\.weight' is sent already"):
-            stream_gradients(torch.nn.Sequential(first, second))
-        assert not first.weight._post_accumulate_grad_hooks
-    stream_gradients(torch.nn.Sequential(first, second)).close()
-
-
-def test_a_model_that_has_moved(where):
-    model = torch.nn.Linear(3, 2).to(where)
-    grads = stream_gradients(model)
-    for hook in model.bias._post_accumulate_grad_hooks.values():
-        hook.device = torch.device("meta")  # where it would have been
-    with pytest.raises(InvalidArgument, match=r"'bias' is on .*, but the parameter was on meta"):
-        model(torch.ones(2, 3, device=where)).sum().backward()
-    with pytest.raises(GradientsIncomplete):
-        grads.result()
-
-
-@pytest.mark.gpu
-def test_a_model_that_has_left_its_gpu():
-    model = torch.nn.Linear(3, 2).to("cuda:0")
-    stream_gradients(model)
-    model.to("cpu")
-    with pytest.raises(InvalidArgument, match="is on cpu, but the parameter was on cuda:0"):
-        model(torch.ones(2, 3)).sum().backward()
-
-
-def test_parameters_that_were_replaced(where):
-    model = torch.nn.Linear(3, 2).to(where)
-    grads = stream_gradients(model)
-    model.load_state_dict({n: torch.ones_like(p) for n, p in model.named_parameters()}, assign=True)
-    model(torch.ones(2, 3, device=where)).sum().backward()
-    with pytest.raises(GradientsIncomplete, match="replaced"):
-        grads.result()
-
-
-def test_a_sparse_gradient(where):
-    model = torch.nn.Embedding(10, 3, sparse=True).to(where)
-    with stream_gradients(model), pytest.raises(streamlap.UnsupportedTensor, match="'weight'"):
-        model(torch.tensor([1, 2], device=where)).sum().backward()
-
-
-def test_a_gradient_that_an_earlier_hook_has_taken(where):
-    model = torch.nn.Linear(3, 2).to(where)
-    model.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with stream_gradients(model), pytest.raises(InvalidArgument, match="taken by a hook"):
-        model(torch.ones(2, 3, device=where)).sum().backward()
-
-
-def test_no_room_for_a_gradient_fails_the_pass(monkeypatch):
-    model = net("cpu")
-    grads = stream_gradients(model, min_bytes=0)
-
-    def exhausted(*_arguments, **_options):
-        raise streamlap.PoolExhausted("as planned", 1, 1)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(streamlap, "to_cpu", exhausted)
-        with pytest.raises(streamlap.PoolExhausted, match="as planned"):
-            loss_of(model, batch("cpu")).backward()
-    with pytest.raises(GradientsIncomplete, match="failed"):
-        grads.result()
-    grads.reset()
-    model.zero_grad()
-    loss_of(model, batch("cpu")).backward()
-    assert same_grads(grads.result(), plain("cpu", 1))
-
-
 # -- memory
 
 
@@ -874,152 +694,6 @@ def test_earlier_passes_of_a_step_hold_no_pinned_memory(where):
             held.append(streamlap.pool_stats(where)["live"])
         assert len(grads.result()) == 2
     assert held[-1] == held[1]
-
-
-@pytest.mark.gpu
-def test_device_memory_is_given_up_while_backward_runs():
-    where = "cuda:0"
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16))).to(where)
-    x = torch.rand(8, 1024, device=where)
-    model(x).sum().backward()
-    model.zero_grad()
-    most = []
-
-    def look(_parameter):
-        torch.cuda.synchronize()
-        most.append(torch.cuda.memory_allocated())
-
-    for layer in model:
-        layer.weight.register_post_accumulate_grad_hook(look)
-    before = torch.cuda.memory_allocated()
-    with stream_gradients(model, free=True):
-        model(x).sum().backward()
-    assert len(most) == 16
-    # Two gradients and small things at most; all of them would be sixteen.
-    assert max(most) - before < 4 * 1024 * 1024 * 4 + (1 << 20)
-
-
-# -- streams of a GPU
-
-
-@pytest.mark.gpu
-def test_a_gradient_is_copied_after_the_stream_that_makes_it():
-    """A kernel that is held writes the gradient just before the hook."""
-    from helpers.streams import side
-
-    where = "cuda:0"
-    stream = side(where, "producer")
-    torch.manual_seed(0)
-    with stream.current():
-        model = torch.nn.Linear(256, 256).to(where)
-        x = torch.rand(8, 256, device=where)
-        grads = stream_gradients(model, min_bytes=0, free=True)
-        model(x).sum().backward()
-        grads.result()
-        model(x).square().sum().backward()
-        expected = {name: grad.clone() for name, grad in grads.result().items()}
-        finish_all(where)
-        gate = stream.hold()
-        model(x).square().sum().backward()
-        with pytest.raises(streamlap.TransferTimeout):
-            grads.result(timeout=MOMENT)
-        gate.open()
-        assert same_grads(grads.result(), expected)
-
-
-@pytest.mark.gpu
-def test_small_gradients_of_several_streams():
-    """Each is copied after its own stream, although one of them is held."""
-    from helpers.streams import side
-
-    where = "cuda:0"
-    streams = [side(where, "first"), side(where, "second")]
-    torch.manual_seed(0)
-    values = [torch.rand(100, device=where) for _ in range(2)]
-    parameters = [torch.nn.Parameter(value) for value in values]
-    # Full with both: sent in the hook of the last, if it were one bucket.
-    grads = stream_gradients(parameters, min_bytes=1 << 20, bucket_bytes=700, free=True)
-    finish_all(where)
-
-    class Held(torch.autograd.Function):
-        """Its backward runs behind a closed gate on the first stream."""
-
-        @staticmethod
-        def forward(_ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(_ctx, grad):
-            if gates is not None:
-                gates.append(streams[0].hold())
-            return grad * 2
-
-    for gates in (None, []):
-        with streams[0].current():
-            first = Held.apply(parameters[0])
-        with streams[1].current():
-            second = parameters[1] * 3
-        torch.cuda.current_stream(where).wait_stream(streams[0].stream)
-        torch.cuda.current_stream(where).wait_stream(streams[1].stream)
-        loss = (first * 5).sum() + second.sum()
-        finish_all(where)
-        loss.backward()
-        if gates:
-            with pytest.raises(streamlap.TransferTimeout):
-                grads.result(timeout=MOMENT)
-            gates[0].open()
-        result = grads.result()
-        assert same_bits(result["0"], torch.full((100,), 10.0))
-        assert same_bits(result["1"], torch.full((100,), 3.0))
-
-
-@pytest.mark.gpu
-def test_the_caller_s_stream_waits_for_the_copies():
-    where = "cuda:0"
-    model = net(where)
-    grads = stream_gradients(model, min_bytes=0)
-    loss_of(model, batch(where)).backward()
-    grads.result()
-    model.zero_grad()
-    finish_all(where)
-    gate = CopySide(where).hold()
-    loss_of(model, batch(where)).backward()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.fill_(-7)
-    written = torch.cuda.current_stream(where).record_event()
-    assert not eventually(written.query, MOMENT)
-    gate.open()
-    assert same_grads(grads.result(), plain(where, 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.two_gpus
-@pytest.mark.parametrize("free", [False, True])
-def test_a_model_on_two_gpus(free):
-    torch.manual_seed(0)
-    front = torch.nn.Linear(64, 64).to("cuda:0")
-    back = torch.nn.Linear(64, 64).to("cuda:1")
-    x = torch.rand(8, 64, device="cuda:0")
-
-    def loss():
-        return back(front(x).tanh().to("cuda:1")).square().sum()
-
-    loss().backward()
-    model = torch.nn.ModuleDict({"front": front, "back": back})
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for min_bytes in (0, 1 << 20):
-        model.zero_grad()
-        with stream_gradients(model, free=free, min_bytes=min_bytes) as grads:
-            arrivals = grads.completed()
-            with ThreadPoolExecutor(1) as thread:
-                work = thread.submit(dict, arrivals)
-                loss().backward()
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.fill_(-7)
-                assert work.result(PATIENCE).keys() == expected.keys()
-            assert same_grads(grads.result(), expected)
 
 
 def test_data_of_the_tests_can_tell_a_fault():

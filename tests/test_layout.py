@@ -34,7 +34,7 @@ ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "from_host_str
 ORDERING_MODULES = {
     *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
     *("mapping", "batch", "pinned", "group", "devices"),
-    *("training/gradients", "training/ddp", "training/step", "training/arrival"),
+    *("training/gradients", "training/ddp", "training/step", "training/arrival", "training/passes"),
 }
 
 

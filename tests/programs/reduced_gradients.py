@@ -1,7 +1,7 @@
 """One process of several: gradients that DDP or FSDP2 has reduced, on the host.
 
-``torchrun --nproc-per-node 2 reduced_gradients.py ddp|fsdp [cpu|cuda]``. Prints "right RANK" at the
-end; whatever is wrong is an exception.
+``torchrun --nproc-per-node 2 reduced_gradients.py cpu|cuda``. Prints "right RANK" at the end;
+whatever is wrong is an exception.
 """
 
 import copy
@@ -153,14 +153,14 @@ def fsdp(device):
 
 
 def main():
-    what, kind = sys.argv[1], sys.argv[2]
+    kind = sys.argv[1]
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
-        for program in [ddp, ddp_without_sync, ddp_compressed] if what == "ddp" else [fsdp]:
+        for program in (ddp, ddp_without_sync, ddp_compressed, fsdp):
             program(device)
     finally:
         dist.destroy_process_group()

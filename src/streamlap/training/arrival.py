@@ -48,7 +48,7 @@ class Arrival:
         """Block until it is on the host; ``deadline`` is one of ``time.monotonic()``."""
         pick: Pick
         transfer, pick = within(self._sent, deadline)
-        return pick(transfer.result(left_until(deadline)))
+        return pick(transfer.result(left_until(deadline)))  # site: arrival.result
 
 
 def left_until(deadline: float | None) -> float | None:

@@ -201,7 +201,9 @@ class GradientStream(Gradients):
             self._send(task, [arrival], [grad], followed)
             return
         device = grad.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = 0
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream  # site: gradients.bucket_stream
         bucket = task.buckets.setdefault((device, stream), _Bucket())
         bucket.arrivals.append(arrival)
         bucket.grads.append(grad)

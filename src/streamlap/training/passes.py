@@ -48,9 +48,9 @@ class End:
         if self._calls == 1:
             # Behind what others queued in this task: FSDP reduces its last gradients there, and
             # DDP waits for its own.
-            self._queue()
-        else:
-            self._over(torch._C._current_autograd_node() is not None)
+            self._queue()  # site: passes.after_others
+            return
+        self._over(torch._C._current_autograd_node() is not None)
 
     def __del__(self) -> None:
         if self._calls < 2:

@@ -173,7 +173,7 @@ class Gradients:
         """
         require_outside("reset()")
         with self._changed:
-            self._wait_until(lambda: not self._tasks, None)
+            self._wait_until(lambda: not self._tasks, None)  # site: step.reset_waits
             self._step.why_failed = self._step.why_failed or "reset() was called"
             self._step, self._coming = self._coming or Step(), None
             self._changed.notify_all()
