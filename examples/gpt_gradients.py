@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamlap
 
@@ -56,6 +57,7 @@ class GPT(nn.Module):
         self.positions = nn.Parameter(torch.zeros(LENGTH, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.characters.weight, std=0.02)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.blocks(self.characters(ids) + self.positions)
@@ -98,9 +100,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args(arguments)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    plain, first = train(torch.device(given.device), given.steps, stream=False)
-    ours, second = train(torch.device(given.device), given.steps, stream=True)
+    device = torch.device(given.device)
+    with sdpa_kernel(SDPBackend.MATH):  # the faster ones add in another order each time
+        plain, first = train(device, given.steps, stream=False)
+        ours, second = train(device, given.steps, stream=True)
     if plain != ours:
         raise SystemExit("the losses differ")
     pairs = zip(first.parameters(), second.parameters(), strict=True)

@@ -3,19 +3,9 @@
 import runpy
 from pathlib import Path
 
-import pytest
-import torch
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-@pytest.fixture
-def deterministic():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
 def test_a_gpt_s_gradients(where, capsys):
     example = runpy.run_path(str(EXAMPLES / "gpt_gradients.py"), run_name="example")
     example["main"](["--device", where, "--steps", "6"])

@@ -117,9 +117,10 @@ def test_a_gradient_that_an_earlier_hook_has_taken(where):
         model(torch.ones(2, 3, device=where)).sum().backward()
 
 
-def test_no_room_for_a_gradient_fails_the_pass(monkeypatch):
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])  # in a hook, and at the end
+def test_no_room_for_a_gradient_fails_the_pass(monkeypatch, min_bytes):
     model = net("cpu")
-    grads = stream_gradients(model, min_bytes=0)
+    grads = stream_gradients(model, min_bytes=min_bytes)
 
     def exhausted(*_arguments, **_options):
         raise streamlap.PoolExhausted("as planned", 1, 1)

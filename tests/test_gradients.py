@@ -417,6 +417,27 @@ def test_a_backward_that_fails(where):
         model.zero_grad()
 
 
+def test_a_backward_that_fails_before_its_first_gradient(where):
+    model = net(where)
+    grads = stream_gradients(model)
+    loss_of(model, batch(where)).backward()
+    grads.result()
+
+    def fail(_grad):
+        raise ArithmeticError("as planned")
+
+    arrivals = grads.completed(timeout=PATIENCE)
+    logits = model(batch(where))
+    last = logits.sum()
+    last.grad_fn.register_hook(lambda *_: fail(None))
+    with pytest.raises(ArithmeticError):
+        (last + 0 * logits.sum()).backward()
+    with pytest.raises(GradientsIncomplete, match="failed"):
+        next(arrivals)
+    with pytest.raises(GradientsIncomplete, match="failed"):
+        grads.result()  # not the step before
+
+
 def test_inside_backward_nobody_can_wait_for_its_end(where):
     model = net(where)
     said = []

@@ -198,8 +198,7 @@ class Gradients:
     def _expect(self, name: str) -> tuple[Arrival, Arrival | None]:
         """Return a gradient of the running pass, and the step's earlier one of that name."""
         with self._changed:
-            if not self._arrived and self._step.closed:
-                self._step, self._coming = self._coming or Step(), None
+            self._go_on()
             self._arrived = True
             arrival = Arrival(name, self._step.passes)
             return arrival, self._step.latest.get(name)
@@ -244,14 +243,19 @@ class Gradients:
     def _lost(self, task: int) -> None:
         with self._changed:
             kept = self._tasks.pop(task, None)
-            if self._arrived:
-                self._step.why_failed = (
-                    "a backward pass has failed, and its gradients with it: call reset() before "
-                    "the next step"
-                )
-                self._arrived = bool(self._tasks)
+            self._go_on()
+            self._step.why_failed = (
+                "a backward pass has failed, and its gradients with it: call reset() before the "
+                "next step"
+            )
+            self._arrived = bool(self._tasks)
             self._changed.notify_all()
         self._drop(kept, streamlap.GradientsIncomplete("the backward pass has failed"))
+
+    def _go_on(self) -> None:
+        """Begin the next step if the last one is closed and the pass has brought nothing yet."""
+        if not self._arrived and self._step.closed:
+            self._step, self._coming = self._coming or Step(), None
 
     def _wait_until(self, look: Callable[[], Any], deadline: float | None) -> Any:
         found = self._changed.wait_for(look, left_until(deadline))
