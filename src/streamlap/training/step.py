@@ -166,7 +166,11 @@ class Gradients:
         return not_finite
 
     def reset(self) -> None:
-        """Drop what the step has so far, as after a loss that was not finite, or a failed pass.
+        """Drop what the step has so far, as after a loss that was not finite.
+
+        Call it whenever ``backward()`` has raised: an iteration that waits for the step ends with
+        an error. By itself a failure is noticed only once backward has reached the outputs of the
+        module, or the first parameter.
 
         Raises:
             InvalidArgument: called inside a backward pass.
