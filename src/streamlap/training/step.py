@@ -178,8 +178,10 @@ class Gradients:
         require_outside("reset()")
         with self._changed:
             self._wait_until(lambda: not self._tasks, None)  # site: step.reset_waits
-            self._step.why_failed = self._step.why_failed or "reset() was called"
-            self._step, self._coming = self._coming or Step(), None
+            dropped = self._coming if self._step.closed else self._step
+            if dropped is not None:
+                dropped.why_failed = "reset() was called"
+            self._step, self._coming = Step(), None
             self._changed.notify_all()
 
     def close(self) -> None:
