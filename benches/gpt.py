@@ -63,10 +63,10 @@ class Training:
             self.shape = {"vocabulary": 32000, "width": 2048, "layers": 12, "heads": 16}
             self.batch, self.length = 8, 1024
         else:
-            width = 64 if quick else 256
+            width = 32 if quick else 256
             self.shape = {"vocabulary": 256, "width": width, "layers": 2 if quick else 4}
             self.shape["heads"] = 4
-            self.batch, self.length = 4, 32 if quick else 64
+            self.batch, self.length = 4, 16 if quick else 64
         torch.manual_seed(0)
         with device:
             self.model = GPT(**self.shape, length=self.length)
