@@ -178,10 +178,12 @@ def hold_between(model, where):
     return through, reached, go_on
 
 
-def test_a_gradient_arrives_while_backward_runs(where):
+@pytest.mark.parametrize("min_bytes", [0, 1000])
+def test_a_gradient_arrives_while_backward_runs(where, min_bytes):
+    """Also if an earlier one is small and waits for others until the pass is over."""
     model = net(where)
     through, _reached, go_on = hold_between(model, where)
-    grads = stream_gradients(model, min_bytes=0)
+    grads = stream_gradients(model, min_bytes=min_bytes)
     seen = []
 
     def consume(arrivals):

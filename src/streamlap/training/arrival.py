@@ -38,6 +38,10 @@ class Arrival:
         with contextlib.suppress(Exception):
             self._sent.set_exception(error)
 
+    def travels(self) -> bool:
+        """Return whether it is on its way, or lost; a small one waits for others first."""
+        return self._sent.done()
+
     def done(self) -> bool:
         """Return whether :meth:`tensor` would not wait."""
         return self._sent.done() and (

@@ -95,6 +95,7 @@ class DDPGradients(Gradients):
                 raise
             for arrival, pick in zip(arrivals, picks, strict=True):
                 arrival.sent(transfer, pick)
+            self._wake()
             return flat
 
         # Chained: not before it is reduced, and on a stream that waits for that.

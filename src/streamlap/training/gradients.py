@@ -235,6 +235,7 @@ class GradientStream(Gradients):
         task.transfers.append(transfer)
         for index, arrival in enumerate(arrivals):
             arrival.sent(transfer, operator.itemgetter(index))
+        self._wake()
 
     def _finish(self, kept: _Task) -> None:
         # The current streams are now the caller's, which the engine has made wait for all others.
@@ -263,6 +264,10 @@ class _Sum(Arrival):
     def __init__(self, latest: Arrival, total: Future[torch.Tensor]) -> None:
         super().__init__(latest.name, latest.turn)
         self._total = total
+        self._latest = latest
+
+    def travels(self) -> bool:
+        return self._latest.travels()
 
     def done(self) -> bool:
         return self._total.done()

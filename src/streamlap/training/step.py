@@ -216,6 +216,11 @@ class Gradients:
             self._step.latest[arrival.name] = arrival
             self._changed.notify_all()
 
+    def _wake(self) -> None:
+        """Wake up who waits for a gradient that was not on its way yet."""
+        with self._changed:
+            self._changed.notify_all()
+
     def _to_cpu(self, tree: Any, protect: bool) -> streamlap.Transfer:
         return self._context.copy().run(streamlap.to_cpu, tree, dtype=self._dtype, protect=protect)
 
@@ -308,17 +313,18 @@ class Gradients:
                 "use use_reentrant=False, or ask result()"
             )
         over = step.passes >= backwards
-        waiting = []
+        waiting, left = [], 0
         for name, arrival in step.latest.items():
             if name not in given:
-                if over or arrival.turn >= backwards - 1:
+                left += 1
+                if arrival.travels() and (over or arrival.turn >= backwards - 1):
                     waiting.append(arrival)
             elif given[name] is not arrival:
                 raise streamlap.GradientsIncomplete(
                     f"the gradient of {name!r} was accumulated again after it had been given out, "
                     "as reentrant checkpointing does with shared parameters: use result()"
                 )
-        if over or waiting:
+        if waiting or (over and not left):
             return over, waiting
         self._require_open()
         return None
