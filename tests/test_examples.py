@@ -1,6 +1,7 @@
-"""The examples run as they are, on the host runtime, and do what they say."""
+"""The examples run, and do what they say."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,14 @@ def test_digits_are_learnt_the_same_with_and_without_the_helpers():
         " the losses are the same, bit for bit"
     ] * 3
     assert done.stderr == ""
+
+
+def test_a_gpt_s_gradients(where, capsys):
+    example = runpy.run_path(str(ROOT / "examples" / "gpt_gradients.py"), run_name="example")
+    example["main"](["--device", where, "--steps", "6"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7
+    assert all(line.startswith("loss ") for line in lines[:-1])
+    assert lines[-1].startswith("6 steps: losses and parameters are those of the plain loop")
+    losses = [float(line.split()[1].rstrip(",")) for line in lines[:-1]]
+    assert losses[-1] < losses[0]

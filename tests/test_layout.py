@@ -37,6 +37,7 @@ ORDERING_MODULES = {
     *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
     *("mapping", "batch", "pinned", "group", "devices"),
     *("training/prefetch", "training/activations", "training/offloaded", "training/pace"),
+    *("training/gradients", "training/ddp", "training/step", "training/arrival", "training/passes"),
 }
 
 

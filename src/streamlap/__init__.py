@@ -9,6 +9,7 @@ from streamlap.errors import (
     DeviceError,
     DeviceLost,
     ForkedProcess,
+    GradientsIncomplete,
     InvalidArgument,
     InvalidType,
     OrderError,
@@ -25,6 +26,7 @@ from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
 from streamlap.training import ActivationOffload, Prefetcher, offload_activations
+from streamlap.training.gradients import stream_gradients
 from streamlap.transfer import Transfer
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "DeviceError",
     "DeviceLost",
     "ForkedProcess",
+    "GradientsIncomplete",
     "InvalidArgument",
     "InvalidType",
     "OrderError",
@@ -64,6 +67,7 @@ __all__ = [
     "prewarm",
     "record_use",
     "run",
+    "stream_gradients",
     "synchronize",
     "timeline",
     "to_cpu",
