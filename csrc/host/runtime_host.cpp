@@ -162,7 +162,10 @@ std::vector<EventPtr> HostRuntime::mark_workers(int device) {
 void HostRuntime::device_sync(int device) {
   check_device(device);
   if (dropped(site_device_sync)) return;
-  for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
+  // Twice: what a worker issues in its last task may be another's work.
+  for (int round = 0; round < 2; ++round) {
+    for (const CompletionPtr& completion : workers_.mark(device)) completion->wait();
+  }
 }
 
 bool HostRuntime::idle() { return workers_.idle(); }

@@ -244,6 +244,12 @@ void late(World& w) {
   w.poll([&] { return transfer->issued(); });
   w.wait([&](auto slice) { return transfer->issued_for(slice); });
   w.poll([&] { return transfer->issued(); });
+  // A transfer that has ended does not know who reads its result: that is the program's to wait
+  // for.
+  struct Settled {
+    World& world;
+    ~Settled() { world.settle(); }
+  } settled{w};
   transfer->stream_wait(w.consumer);
   w.faulty->copy_async(read->data(), out->data(), size, w.consumer);
   EventPtr event = w.faulty->event_create(0, false);
