@@ -113,8 +113,29 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("two_gpus") and gpu_count() < 2:
         pytest.fail(f"--require-two-gpus: there are {gpu_count()}", pytrace=False)
-    if item.get_closest_marker("gpu") and cuda_reason():
-        pytest.skip(cuda_reason())
+    if item.get_closest_marker("gpu"):
+        if cuda_reason():
+            pytest.skip(cuda_reason())
+        use_every_gpu()
+
+
+@cache
+def use_every_gpu() -> None:
+    """Make each GPU start and load what most tests need: neither must happen behind a gate.
+
+    CUDA loads a kernel when it is launched first, and may then wait for the device, where a test
+    holds a stream.
+    """
+    import torch
+
+    import streamlap
+
+    for index in range(gpu_count()):
+        x = torch.randn(64, 64, device=f"cuda:{index}")
+        for made in (x.mm(x), x.clone().fill_(1), x + 1, x.t().contiguous(), x.to(torch.float64)):
+            assert torch.equal(streamlap.to_cpu(made).result(), made.cpu())
+        streamlap.to_device(x.cpu(), x.device).result()
+        torch.cuda.synchronize(index)
 
 
 def fail_if_skipped(report):

@@ -36,7 +36,7 @@ LIMIT = {"python": 60.0, "python_cuda": 120.0}
 def sites() -> dict[str, tuple[Path, int]]:
     """Return where each site is: its file and line (from 1)."""
     found: dict[str, tuple[Path, int]] = {}
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if match := MARK.search(line):
                 if match[1] in found:
@@ -121,7 +121,7 @@ def judge(changed: tuple[Path, str] | None, tests: list[str], limit: float) -> t
         for module in PACKAGE.glob("*.so"):
             (copy / module.name).symlink_to(module)
         if changed is not None:
-            (copy / changed[0].name).write_text(changed[1])
+            (copy / changed[0].relative_to(PACKAGE)).write_text(changed[1])
         return run(tests, folder, limit)
 
 

@@ -29,6 +29,9 @@ SMALL = {
     "to_cpu(list)",
 }
 CALLS = {".to(copy=True)", "to_cpu"}
+HOOKS = {"hooks by hand, ready", ".cpu() afterwards", "stream_gradients"}
+STEP = {*HOOKS, "forward and backward alone", "non_blocking afterwards"}
+STEP |= {"stream_gradients(free=True)"}
 JOB_ON_GPU = {
     "compute alone",
     "copy alone",
@@ -95,6 +98,9 @@ def test_every_group_that_means_something_on_a_cpu_has_its_rows(document):
         *[("pinned", MEMORY), ("pinned", {*MEMORY, "prewarm"}), ("pinned", MEMORY)],
         *[("small", SMALL)] * 3,
         ("small", CALLS),
+        ("gradients", {*STEP, "copies alone"}),
+        ("gradients", STEP),
+        ("gradients", {*HOOKS, "backward alone"}),
     ]
     left_out = {note.split()[0] for note in document["notes"] if "is left out" in note}
     assert left_out == {"first", "ordinary", "tiny", "two_gpus"}
@@ -112,14 +118,13 @@ def test_every_row_was_measured_each_round_and_checked_at_both_ends(document):
 
 def test_ratios_are_to_the_limit_or_to_the_best_peer(document):
     for table in document["tables"]:
-        if table["group"] == "job":
-            names = {"compute alone", "copy alone"}
-            best = max(row["seconds"] for row in table["rows"] if row["row"] in names)
+        if table["group"] in ("job", "gradients"):
+            best = max(row["seconds"] for row in table["rows"] if row["row"].endswith("alone"))
         else:
             best = min(row["seconds"] for row in table["rows"] if row["kind"] == "peer")
         assert table["reference_seconds"] == best
         ours = [row["row"] for row in table["rows"] if row["kind"] == "ours"]
-        assert len(ours) == 1 + ("prewarm" in ours)
+        assert len(ours) == 1 + ("prewarm" in ours) + ("stream_gradients(free=True)" in ours)
 
 
 def test_a_document_says_what_it_was_measured_on(document):
@@ -177,6 +182,17 @@ def test_a_failed_row_is_in_the_table(monkeypatch, capsys):
     monkeypatch.setattr(suite("peers.stock_cpu").RunThenCopy, "go", breaks)
     assert cli.main(["bench", "--device", "cpu", "--quick", "--group", "job"]) == 1
     assert "FAILED: Broken: no libnone.so.1 and more" in capsys.readouterr().out
+
+
+def test_gradients_that_are_not_those_of_their_pass_are_a_failure(monkeypatch, capsys):
+    ours = suite("groups.gradients").StreamGradients
+    collect = ours.collect
+    monkeypatch.setattr(ours, "collect", lambda way: [2 * grad for grad in collect(way)])
+    status, found, _ = quick(capsys, "--group", "gradients")
+    assert status == 1
+    for table in found["tables"]:
+        for row in table["rows"]:
+            assert (row["failed"] or "").startswith("wrong result") == (row["kind"] == "ours")
 
 
 def test_without_its_limit_a_table_has_no_ratios(monkeypatch, capsys):

@@ -84,6 +84,20 @@ ENDS = {
         0,
         None,
     ),
+    "prefetcher_half_consumed": (
+        "from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(torch.arange(64.0), batch_size=1, num_workers=1)\n"
+        "g = iter(streamlap.Prefetcher(loader, where))\nnext(g)\nnext(g)",
+        0,
+        None,
+    ),
+    "activations_kept": (
+        "y = big.clone().requires_grad_()\n"
+        "with streamlap.offload_activations(min_bytes=1):\n"
+        "    loss = (y * 2).sin().exp().tanh().sum()",
+        0,
+        None,
+    ),
     "pipeline_unfinished": ("t = streamlap.pipelined_run(big, n=4, wait=False)", 0, None),
     "pipeline_long": ("t = streamlap.pipelined_run(big, n=400, wait=False)", 0, None),
     "pipeline_dropped": ("streamlap.pipelined_run(big, n=20, wait=False)", 0, None),

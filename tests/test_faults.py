@@ -188,10 +188,33 @@ def synchronized(p: Program) -> None:
     same(t[1], x.cpu() + 3)
 
 
+def prefetched(p: Program) -> None:
+    xs = [p.source(seed).cpu() for seed in range(4)]
+    for batch, x in zip(streamlap.Prefetcher(iter(xs), p.where, depth=1), xs, strict=True):
+        same(batch.cpu(), x)
+
+
+def prefetched_half(p: Program) -> None:
+    batches = iter(streamlap.Prefetcher([p.source(seed).cpu() for seed in range(4)], p.where))
+    next(batches)
+
+
+def offloaded(p: Program) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamlap.training.offloaded, "COUNT", 1)
+        patch.setattr(streamlap.training.offloaded, "BYTES", 0)
+        x = p.source().requires_grad_()
+        with streamlap.offload_activations(min_bytes=1):
+            loss = (x * 2).sin().sin().sin().sum()
+        (found,) = torch.autograd.grad(loss, x)
+        (right,) = torch.autograd.grad((x * 2).sin().sin().sin().sum(), x)
+        same(found, right)
+
+
 PROGRAMS = [
     *(plain, tree, items, chunks, ordinary, given, converted, protected, abandoned, to_device),
     *(converted_to_device, pipelined, pipelined_fn, pipelined_later, pipelined_out, mapped),
-    *(mapped_half, d2l, parallel, synchronized),
+    *(mapped_half, d2l, parallel, synchronized, prefetched, prefetched_half, offloaded),
 ]
 
 

@@ -113,6 +113,19 @@ while going():
     with streamlap.timeline():
         streamlap.pipelined_run(x, n=5)
 """,
+    "prefetcher": """
+while going():
+    for batch in streamlap.Prefetcher([big.cpu()] * 9, where):
+        batch + 1
+""",
+    "activations": """
+saving = streamlap.offload_activations(min_bytes=1)
+y = big.clone().requires_grad_()
+while going():
+    with saving:
+        loss = (y * 2).sin().exp().tanh().sum()
+    loss.backward()
+""",
     "synchronize": """
 while going():
     streamlap.pipelined_run(x, n=5, wait=False)

@@ -9,6 +9,7 @@ from streamlap.errors import (
     DeviceError,
     DeviceLost,
     ForkedProcess,
+    GradientsIncomplete,
     InvalidArgument,
     InvalidType,
     OrderError,
@@ -26,15 +27,19 @@ from streamlap.policy import Policy, configure, policy
 from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
+from streamlap.training import ActivationOffload, Prefetcher, offload_activations
+from streamlap.training.gradients import stream_gradients
 from streamlap.transfer import Transfer
 
 __all__ = [
+    "ActivationOffload",
     "Benchmark",
     "CaptureError",
     "Device",
     "DeviceError",
     "DeviceLost",
     "ForkedProcess",
+    "GradientsIncomplete",
     "InvalidArgument",
     "InvalidType",
     "OrderError",
@@ -44,6 +49,7 @@ __all__ = [
     "Policy",
     "PoolExhausted",
     "Prediction",
+    "Prefetcher",
     "SourceModified",
     "StreamlapError",
     "Summary",
@@ -57,6 +63,7 @@ __all__ = [
     "copy_to_cpu",
     "devices",
     "empty_pinned",
+    "offload_activations",
     "parallel_run",
     "pipelined_map",
     "pipelined_run",
@@ -66,6 +73,7 @@ __all__ = [
     "prewarm",
     "record_use",
     "run",
+    "stream_gradients",
     "synchronize",
     "timeline",
     "to_cpu",

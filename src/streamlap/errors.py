@@ -52,6 +52,10 @@ class SourceModified(StreamlapError, RuntimeError):
     """A borrowed source was written before it was known to have been read."""
 
 
+class GradientsIncomplete(StreamlapError, RuntimeError):
+    """The gradients of a step are not all there, or not final. The message says why."""
+
+
 class TransferTimeout(StreamlapError, TimeoutError):
     """The transfer was not done in time. It goes on; ask again."""
 

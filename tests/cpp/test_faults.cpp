@@ -256,6 +256,12 @@ void late(World& w) {
   w.poll([&] { return transfer->issued(); });
   w.wait([&](auto slice) { return transfer->source_sync_for(slice); });
   std::memset(source->data(), poison, size);
+  // A transfer that has ended does not know who reads its result: that is the program's to wait
+  // for.
+  struct Settled {
+    World& world;
+    ~Settled() { world.settle(); }
+  } settled{w};
   transfer->stream_wait(w.consumer);
   w.faulty->copy_async(read->data(), middle->data(), size, w.consumer);
   EventPtr event = w.faulty->event_create(0, false);

@@ -638,6 +638,36 @@ TEST(host_devices_are_synchronised_one_by_one) {
   lab.runtime->device_sync(1);
 }
 
+TEST(host_syncing_a_device_waits_for_what_its_workers_issue) {
+  Lab lab(host_backend());
+  StreamRef issuer = lab.host();
+  StreamRef copies = lab.copy();
+  auto out = lab.pinned(size);
+  auto value = lab.pinned(size, 5);
+  auto before = lab.runtime->gate(issuer);
+  std::unique_ptr<Gate> after;
+  lab.runtime->launch(
+      [&] {
+        after = lab.runtime->gate(copies);
+        lab.runtime->copy_async(out->data(), value->data(), size, copies);
+      },
+      issuer);
+  EventPtr issued = lab.record(issuer);
+  std::atomic<bool> back{false};
+  std::jthread syncing([&] {
+    lab.runtime->device_sync(0);
+    back = true;
+  });
+  CHECK(lab.held(issued));
+  before->open();
+  CHECK(lab.in_time(issued));
+  CHECK(lab.held(lab.record(copies)));
+  CHECK(!back);
+  after->open();
+  syncing.join();
+  CHECK(out->holds(5));
+}
+
 TEST(host_a_task_may_drop_the_last_reference_to_its_runtime) {
   auto runtime = make_host_runtime();
   StreamRef stream = runtime->stream_create(0, StreamKind::host);

@@ -1,0 +1,303 @@
+"""``offload_activations``: what forward saves for backward waits on the host.
+
+Every tensor that autograd saves in the block comes to :meth:`ActivationOffload._pack`, and is asked
+for again, in backward, by :meth:`ActivationOffload._unpack`. In between its bytes are on the host,
+in page-locked memory. Backward asks in about the reverse order of saving, so with each tensor a few
+that were saved before it set out.
+
+No memory is let go of before the host knows that the copy is done: nobody can say on which stream a
+saved tensor was allocated. That bounds how far the host may be ahead of the copies, in both
+directions, by a window of a few tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import streamlap
+from streamlap.checks import as_callable
+from streamlap.sizes import parse_size
+from streamlap.training.memory import MemoryRef
+from streamlap.training.offloaded import Offloaded, Window, root_of
+from streamlap.training.pace import Pace, mark
+from streamlap.training.versions import SavedVersion
+
+_LARGEST_GAP = 16
+"""So many in a row that are gone: what was saved before is another step's."""
+
+
+@dataclass(eq=False, slots=True)
+class _Stayed:
+    tensor: torch.Tensor
+    version: SavedVersion
+
+
+@dataclass(eq=False, slots=True)
+class _Moved:
+    memory: Offloaded
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: SavedVersion
+
+
+def offload_activations(
+    budget: int | str | None = None,
+    min_bytes: int | str = 1 << 20,
+    keep: Callable[[torch.Tensor], bool] | None = None,
+) -> ActivationOffload:
+    """Keep what forward saves for backward on the host meanwhile: less device memory, same bits.
+
+    ``with offload_activations(): loss = model(x)``, then ``loss.backward()``, in the block or after
+    it. The object may be used again, for each step, and nested.
+
+    Moved are tensors that operations of the graph have made. What was there before stays where it
+    is: parameters, buffers and inputs, and views of them; so do tensors without gradient (masks and
+    indices), expanded ones, tensor subclasses, small ones, and what is saved during backward.
+    Tensors that share memory are copied once.
+
+    Args:
+        budget: bytes of page-locked memory in use at one time; what is saved beyond it stays on the
+            device. An int, a string like ``"8GiB"``, or None: as much as the process's pool has.
+            ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
+            taken so far; the object must be used again for each step, and the first step moves
+            64 MiB to measure the link. Backward takes longer, so the way back is hidden, too.
+        min_bytes: smaller tensors stay.
+        keep: called with each tensor that would be moved; True lets it stay.
+
+    Raises:
+        InvalidArgument, InvalidType: a budget or size that is none, or a ``keep`` that cannot be
+            called.
+        RuntimeError: in backward, in autograd's words, if a saved tensor was written since. As
+            everywhere in torch, writes through ``.data`` are not seen.
+
+    Stream order: a tensor is copied after the work of the current stream at its saving, and
+    backward's stream waits for it. The calling thread waits where it is more than a few tensors
+    (2, or 128 MiB if that is more) ahead of the copies. On a CPU the copies are made by a worker.
+    Threads may share it.
+    """
+    return ActivationOffload(
+        Pace() if budget == "hide" else None if budget is None else parse_size(budget, "budget"),
+        parse_size(min_bytes, "min_bytes"),
+        None if keep is None else as_callable(keep, "keep"),
+    )
+
+
+class ActivationOffload:
+    """What :func:`offload_activations` gives: a context manager, and its figures."""
+
+    def __init__(
+        self,
+        budget: int | Pace | None,
+        min_bytes: int,
+        keep: Callable[[torch.Tensor], bool] | None,
+    ) -> None:
+        self._pace = budget if isinstance(budget, Pace) else None
+        self._budget = None if isinstance(budget, Pace) else budget
+        self._min_bytes = max(1, min_bytes)
+        self._keep = keep
+        # Re-entrant, because a collection of garbage inside may run anything.
+        self._lock = threading.RLock()
+        self._blocks = threading.local()
+        self._all: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[int, ...], Offloaded]
+        self._known = weakref.WeakValueDictionary()
+        self._leaving: Window[weakref.ref[Offloaded]] = Window()
+        self._arriving: Window[streamlap.Transfer] = Window(2)  # one is ahead, the host another
+        self._here: Window[weakref.ref[Offloaded]] = Window(2)
+        self._died: deque[int] = deque()  # destructors take no lock
+        self._warned = False
+        self._task = -1
+        self._count = {"moved": 0, "moved_bytes": 0, "shared": 0, "stayed": 0, "fetched": 0}
+        self._held = self._peak = 0
+
+    def __enter__(self) -> ActivationOffload:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        begin = None if self._pace is None else mark()
+        self._blocks.__dict__.setdefault("open", []).append((hooks, begin))
+        with self._lock:
+            self._budget = self._budget if self._pace is None else self._pace.budget()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        hooks, begin = self._blocks.open.pop()
+        hooks.__exit__(*error)
+        if self._pace is not None and error[0] is None:  # half a block tells nothing
+            with self._lock:
+                self._pace.block(begin, mark())
+
+    def stats(self) -> dict[str, int]:
+        """Return the figures so far.
+
+        ``moved`` and ``moved_bytes`` were copied to the host, ``fetched`` copies came back;
+        ``shared`` are saved tensors whose memory was copied for another one, ``stayed`` those left
+        alone. ``held_bytes`` are on the host now, ``peak_bytes`` at most so far. Thread-safe.
+        """
+        with self._lock:
+            self._count_dead()
+            return self._count | {"held_bytes": self._held, "peak_bytes": self._peak}
+
+    # -- forward
+
+    def _pack(self, tensor: torch.Tensor) -> _Stayed | _Moved:
+        version = SavedVersion(tensor)
+        span = _movable_range(tensor) if tensor.nbytes >= self._min_bytes else None
+        if span is not None and not (self._keep is not None and self._keep(tensor)):
+            with self._lock:
+                moved = self._moved(tensor, *span, version)
+            if moved is not None:
+                return moved
+        with self._lock:
+            self._count["stayed"] += 1
+        return _Stayed(tensor.detach(), version)  # the tensor itself would hold its own graph
+
+    def _moved(
+        self, tensor: torch.Tensor, first: int, nbytes: int, version: SavedVersion
+    ) -> _Moved | None:
+        key = (MemoryRef(tensor).identity, first, nbytes, tensor._version)
+        memory = self._known.get(key)
+        if memory is not None and memory.root() is root_of(tensor):
+            self._count["shared"] += 1
+        else:
+            memory = self._send(tensor, first, nbytes)
+            if memory is None:
+                return None
+            self._known[key] = memory
+        memory.users += 1
+        offset = int(tensor.storage_offset()) - first // tensor.itemsize
+        return _Moved(memory, tensor.dtype, tensor.shape, tensor.stride(), offset, version)
+
+    def _send(self, tensor: torch.Tensor, first: int, nbytes: int) -> Offloaded | None:
+        self._count_dead()
+        self._arriving.clear()  # of a backward that failed
+        if self._budget is not None and self._held + nbytes > self._budget:
+            return None
+        try:
+            memory = Offloaded(tensor, first, nbytes, self._count["moved"], self._died)
+        except streamlap.PoolExhausted as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"activations stay on the device, the pinned pool is full: {error}",
+                    stacklevel=2,
+                )
+            return None
+        self._held += nbytes
+        self._peak = max(self._peak, self._held)
+        self._count["moved"] += 1
+        self._count["moved_bytes"] += nbytes
+        self._all[memory.number] = memory
+        self._leaving.add(weakref.ref(memory), nbytes)
+        self._let_go()
+        return memory
+
+    def _let_go(self) -> None:
+        """Let go of memory on the device whose copy is done; wait for that where there is much."""
+        while len(self._leaving):
+            memory = self._leaving.oldest()()
+            if memory is not None:
+                if self._leaving.full():
+                    memory.wait_until_left()
+                elif not memory.left():
+                    return
+                self._note_pace(memory)
+                memory.source = None
+            self._leaving.pop()
+
+    def _note_pace(self, memory: Offloaded) -> None:
+        if self._pace is not None and memory.left():
+            self._pace.copied(memory.nbytes, memory.seconds())
+
+    def _count_dead(self) -> None:
+        while self._died:
+            self._held -= self._died.popleft()
+
+    # -- backward
+
+    def _unpack(self, packed: _Stayed | _Moved) -> torch.Tensor:
+        packed.version.check()
+        if isinstance(packed, _Stayed):
+            return packed.tensor
+        memory = packed.memory
+        with self._lock:
+            self._expect_the_end()
+            if memory.source is not None:
+                flat = memory.source
+                self._note_pace(memory)
+                self._fetch_ahead(memory.number)
+            else:
+                back = memory.way_back() or self._fetch(memory)
+                self._fetch_ahead(memory.number)
+                flat = memory.arrive(back)
+        view = torch.empty(0, dtype=packed.dtype, device=flat.device)
+        start = flat.storage_offset() // packed.dtype.itemsize
+        return view.set_(flat.untyped_storage(), start + packed.offset, packed.shape, packed.stride)
+
+    def _expect_the_end(self) -> None:
+        """Let the end of this backward let go of what it has fetched."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._arriving.clear()
+
+    def _fetch_ahead(self, number: int) -> None:
+        """Start the way back of those that were saved before this one."""
+        ahead: Window[None] = Window()
+        gone = 0
+        while number > 0 and gone < _LARGEST_GAP and not ahead.full():
+            number -= 1
+            memory = self._all.get(number)
+            if memory is None:
+                gone += 1
+                continue
+            gone = 0
+            if not memory.here:
+                self._fetch(memory)
+            ahead.add(None, memory.nbytes)
+
+    def _fetch(self, memory: Offloaded) -> streamlap.Transfer:
+        while len(self._arriving) and (self._arriving.full() or self._arriving.oldest().done()):
+            self._arriving.pop().result()  # site: activations.bound_arriving
+        back = memory.fetch()
+        self._arriving.add(back, memory.nbytes)
+        self._count["fetched"] += 1
+        # What nobody asks for would stay: the oldest goes, and is fetched again if need be.
+        self._here.add(weakref.ref(memory), memory.nbytes)
+        while self._here.full():
+            stale = self._here.pop()()
+            if stale is not None:
+                stale.drop()
+        return back
+
+
+def _movable_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the first byte in its storage and the bytes to move for a tensor; None: it stays."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+        return None
+    root = root_of(tensor)
+    if root.grad_fn is None or root.is_leaf or torch._C._current_graph_task_id() != -1:
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if tensor.permute(order).is_contiguous():
+        return int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
+    # With gaps, as the thirds of a common product have: all of the memory, once for all of them.
+    whole = tensor.untyped_storage().nbytes()
+    return (0, whole) if tensor.nbytes <= whole <= 4 * tensor.nbytes else None

@@ -1,0 +1,81 @@
+"""One gradient on its way to the host, and the waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+import streamlap
+
+Pick = Callable[[Any], torch.Tensor]
+"""Takes one gradient out of a transfer's result."""
+
+
+class Arrival:
+    """One gradient on its way.
+
+    Attributes:
+        name: the parameter's.
+        turn: in which backward pass of the step it was sent, from 0.
+    """
+
+    def __init__(self, name: str, turn: int) -> None:
+        self.name = name
+        self.turn = turn
+        self._sent: Future[tuple[streamlap.Transfer, Pick]] = Future()
+
+    def sent(self, transfer: streamlap.Transfer, pick: Pick) -> None:
+        """Say how it travels."""
+        self._sent.set_result((transfer, pick))
+
+    def lost(self, error: BaseException) -> None:
+        """Say that it will not travel, if it does not yet."""
+        with contextlib.suppress(Exception):
+            self._sent.set_exception(error)
+
+    def travels(self) -> bool:
+        """Return whether it is on its way, or lost; a small one waits for others first."""
+        return self._sent.done()
+
+    def done(self) -> bool:
+        """Return whether :meth:`tensor` would not wait."""
+        return self._sent.done() and (
+            self._sent.exception() is not None or self._sent.result()[0].done()
+        )
+
+    def tensor(self, deadline: float | None = None) -> torch.Tensor:
+        """Block until it is on the host; ``deadline`` is one of ``time.monotonic()``."""
+        pick: Pick
+        transfer, pick = within(self._sent, deadline)
+        return pick(transfer.result(left_until(deadline)))  # site: arrival.result
+
+
+def left_until(deadline: float | None) -> float | None:
+    """Return the seconds that are left."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def within(future: Future[Any], deadline: float | None) -> Any:
+    """Return a future's result; raise TransferTimeout after the deadline."""
+    try:
+        return future.result(left_until(deadline))
+    except TimeoutError:
+        if future.done():
+            raise  # the work's own
+        raise streamlap.TransferTimeout("the gradients were not on the host in time") from None
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """Return when a timeout in seconds is over, on ``time.monotonic()``."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise streamlap.InvalidType(f"timeout must be seconds, not {timeout!r}")
+    if not timeout >= 0:
+        raise streamlap.InvalidArgument(f"timeout must not be negative, not {timeout}")
+    return time.monotonic() + timeout

@@ -1,0 +1,149 @@
+"""A tensor's memory on its way to the host, there, and on its way back."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections import deque
+from typing import Generic, TypeVar
+
+import torch
+
+import streamlap
+from streamlap.training.memory import MemoryRef
+
+T = TypeVar("T")
+
+
+COUNT = 2
+BYTES = 128 << 20
+
+
+class Window(Generic[T]):
+    """What is under way, oldest first; full beyond a few of them *and* so many bytes."""
+
+    def __init__(self, scale: int = 1) -> None:
+        self._scale = scale
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, item: T, nbytes: int) -> None:
+        """Add one as the youngest."""
+        self._items.append((item, nbytes))
+        self._bytes += nbytes
+
+    def oldest(self) -> T:
+        """Return the oldest."""
+        return self._items[0][0]
+
+    def pop(self) -> T:
+        """Take out the oldest."""
+        item, nbytes = self._items.popleft()
+        self._bytes -= nbytes
+        return item
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._items.clear()
+        self._bytes = 0
+
+    def full(self) -> bool:
+        """Return whether there are too many: the oldest should go."""
+        return len(self._items) > self._scale * COUNT and self._bytes > self._scale * BYTES
+
+
+class Offloaded:
+    """A range of a tensor's memory, copied to the host; whoever saved it shares it.
+
+    Attributes:
+        root: the tensor whose memory it is, weakly: while it lives, unwritten, the copy is good.
+        number: counts what was offloaded.
+        nbytes: of the range.
+        source: the memory on the device, until the copy has gone past.
+        users: how many saved tensors lie in it.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, first: int, nbytes: int, number: int, died: deque[int]
+    ) -> None:
+        self.root = weakref.ref(root_of(tensor))
+        self.number = number
+        self.nbytes = nbytes
+        self.users = 0
+        self.source: torch.Tensor | None = None
+        self._memory = MemoryRef(tensor)  # so that no other storage gets its identity
+        self._device = tensor.device
+        self._taken = 0
+        self._died: deque[int] | None = None
+        self._back: streamlap.Transfer | None = None
+        self._stream: int | None = None
+        # Backward may run in a thread of autograd's, which has no context of the caller's.
+        self._context = contextvars.copy_context()
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        flat.set_(tensor.untyped_storage(), first, (nbytes,), (1,))
+        self._out = streamlap.to_cpu(flat)
+        self.source = flat
+        self._died = died
+
+    def __del__(self) -> None:
+        if self._died is not None:
+            self._died.append(self.nbytes)
+
+    def left(self) -> bool:
+        """Return whether the copy to the host is done."""
+        return self._out.done()
+
+    def seconds(self) -> float:
+        """Return how long the copy to the host took; it must be done."""
+        return self._out.elapsed()
+
+    def wait_until_left(self) -> None:
+        """Block until the copy to the host is done."""
+        self._out.result()  # site: activations.bound_leaving
+
+    @property
+    def here(self) -> bool:
+        """Whether it is on the device, or on its way."""
+        return self.source is not None or self._back is not None
+
+    def fetch(self) -> streamlap.Transfer:
+        """Start the way back, for the current stream."""
+        host = self._out.result()  # site: activations.read_host
+        self._stream = _current(self._device)
+        self._back = self._context.run(streamlap.to_device, host, self._device)
+        return self._back
+
+    def way_back(self) -> streamlap.Transfer | None:
+        """Return the way back that was started for the current stream, if there is one."""
+        if self._stream != _current(self._device):
+            self.drop()  # another stream's memory, which may be given to others too early
+        return self._back
+
+    def arrive(self, back: streamlap.Transfer) -> torch.Tensor:
+        """Return the bytes on the device, readable by the current stream.
+
+        They stay until each user has had them once, so that all have the same.
+        """
+        flat = back.wait()  # site: activations.wait_back
+        assert isinstance(flat, torch.Tensor)
+        self._taken += 1
+        if self._taken >= self.users:
+            self.drop()
+        return flat
+
+    def drop(self) -> None:
+        """Let go of the memory on the device that it was fetched to, if any."""
+        self._back = None
+        self._taken = 0
+
+
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a view is a view of, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _current(device: torch.device) -> int | None:
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else None

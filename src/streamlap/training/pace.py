@@ -1,0 +1,91 @@
+"""How many bytes the work of a block hides: measured as it runs, not guessed."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+PROBE = 64 << 20
+"""Bytes that are moved before anything is known: enough to measure the link, soon done."""
+
+SHARE = 0.9
+"""Of the time that was measured: the rest is for what differs from step to step."""
+
+
+class Mark(Protocol):
+    """A moment in the work of the calling thread or its stream."""
+
+    def passed(self) -> bool:
+        """Return whether it is over."""
+
+    def until(self, end: Mark) -> float:
+        """Return the seconds to a later one; both must be over."""
+
+
+class _Moment:
+    """On the host."""
+
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+
+    def passed(self) -> bool:
+        return True
+
+    def until(self, end: Mark) -> float:
+        assert isinstance(end, _Moment)
+        return end.time - self.time
+
+
+class _Point:
+    """On the current stream of a GPU."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record()  # site: pace.mark
+
+    def passed(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def until(self, end: Mark) -> float:
+        assert isinstance(end, _Point)
+        return float(self.event.elapsed_time(end.event)) / 1e3
+
+
+def mark() -> Mark:
+    """Return the present moment of the current stream; of the host where no GPU is in use."""
+    return _Point() if torch.cuda.is_initialized() else _Moment()  # type: ignore[no-untyped-call]
+
+
+class Pace:
+    """The shortest time that a block has taken, and the rate of its copies.
+
+    Not thread-safe. The shortest: what was moved too much makes a block longer, never shorter.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Mark, Mark]] = []
+        self._shortest: float | None = None
+        self._bytes = 0
+        self._seconds = 0.0
+
+    def block(self, begin: Mark, end: Mark) -> None:
+        """Note a block that was run."""
+        if type(begin) is type(end):  # else a GPU came into use in it
+            self._blocks.append((begin, end))
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """Note a copy, and the time that it took on the link."""
+        self._bytes += nbytes
+        self._seconds += seconds
+
+    def budget(self) -> int:
+        """Return the bytes that can go while such a block runs."""
+        while self._blocks and self._blocks[0][1].passed():
+            begin, end = self._blocks.pop(0)
+            seconds = begin.until(end)
+            self._shortest = seconds if self._shortest is None else min(self._shortest, seconds)
+        if self._shortest is None or not self._seconds:
+            return PROBE
+        return int(SHARE * self._shortest * self._bytes / self._seconds)
