@@ -1,0 +1,112 @@
+// One move: many tensors into one range of memory, or out of it, perhaps changed on the way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "moves/tiles.h"
+
+namespace streamlap::moves {
+
+enum class Way { gather, scatter };
+
+// How many blocks of how many threads run it where a kernel does. A few blocks are enough for the
+// link to the host.
+struct Grid {
+  unsigned blocks = 4;
+  unsigned threads = 512;  // a multiple of 32, at most most_threads
+};
+
+constexpr unsigned most_blocks = 1024;
+constexpr unsigned most_threads = 512;  // so that each has the registers for its reads in flight
+
+struct Move {
+  Way way = Way::gather;
+  Element from = Element::bytes;
+  Element to = Element::bytes;
+  Change change;
+  // The one range: of page-locked or device memory, on the stream's device.
+  std::byte* base = nullptr;
+  std::size_t base_bytes = 0;
+  std::vector<Piece> pieces;
+  std::uint32_t tiles = 0;
+  // Where change.counts: one number for each of grid.blocks, whose sum is the count of non-finite
+  // elements. In page-locked memory; all are written.
+  std::uint64_t* counts = nullptr;
+  Grid grid;
+};
+using MovePtr = std::shared_ptr<const Move>;
+
+// Bytes of one element; 1 for `bytes`.
+constexpr std::size_t size_of(Element element) {
+  return element == Element::bytes ? 1 : element == Element::float32 ? 4 : 2;
+}
+const char* name_of(Element element);
+
+// Calls body.operator()<From, To>() for the two types of a move that changes elements.
+template <class Body>
+decltype(auto) with_types(const Move& move, Body&& body) {
+  const auto to = [&]<class From>() -> decltype(auto) {
+    switch (move.to) {
+      case Element::float32:
+        return body.template operator()<From, Float32>();
+      case Element::float16:
+        return body.template operator()<From, Float16>();
+      case Element::bfloat16:
+        return body.template operator()<From, BFloat16>();
+      case Element::bytes:
+        break;
+    }
+    throw Error(ErrorKind::invalid_argument, "bytes are not changed on the way");
+  };
+  switch (move.from) {
+    case Element::float32:
+      return to.template operator()<Float32>();
+    case Element::float16:
+      return to.template operator()<Float16>();
+    case Element::bfloat16:
+      return to.template operator()<BFloat16>();
+    case Element::bytes:
+      break;
+  }
+  throw Error(ErrorKind::invalid_argument, "bytes are not changed on the way");
+}
+
+// Numbers the tiles of the pieces. Throws Error(invalid_argument) for more than can be numbered.
+void number_tiles(Move& move);
+
+// Throws Error(invalid_argument) for what no kernel may be given: a cast that there is not, a piece
+// without memory or beyond its range, sizes that overflow, destinations that overlap each other or
+// a source, a grid that cannot be launched. Every runtime relies on it having been asked.
+void check(const Move& move);
+
+// Does it, in this thread.
+void run(const Move& move);
+
+// The same with sources in another place: their bytes one piece after the other, as the reads of
+// accesses_of() have them.
+Move from_copy(const Move& move, std::byte* sources);
+
+// Addresses, or offsets.
+struct Extent {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+};
+// Whether two of these share a byte; sorts them.
+bool any_overlap(std::vector<Extent>& extents);
+
+struct Access {
+  void* data;
+  std::size_t bytes;
+  bool writes;
+};
+// What it reads and writes; neighbours are one access.
+std::vector<Access> accesses_of(const Move& move);
+
+}  // namespace streamlap::moves
