@@ -101,7 +101,9 @@ std::size_t TreePlan::counts() const noexcept {
 }
 
 std::vector<moves::MovePtr> TreePlan::bind(std::span<void* const> far, void* base,
-                                           std::uint64_t* counts) const {
+                                           std::uint64_t* counts,
+                                           std::optional<float> scale) const {
+  if (scale && !options_.change.scales) refuse("a scale for a plan that was made without one");
   if (far.size() != leaves_.size()) {
     refuse(std::to_string(far.size()) + " addresses for " + std::to_string(leaves_.size()) +
            " leaves");
@@ -112,6 +114,7 @@ std::vector<moves::MovePtr> TreePlan::bind(std::span<void* const> far, void* bas
     auto move = std::make_shared<Move>(group.move);
     move->base = static_cast<std::byte*>(base);
     move->base_bytes = range_bytes_;
+    if (scale && move->change.scales) move->change.scale = *scale;
     if (move->change.counts) {
       move->counts = counts;
       if (counts != nullptr) counts += options_.grid.blocks;

@@ -51,8 +51,9 @@ class TreePlan {
   // The moves of one time, in order: one for each pair of types. `far` has an address for each
   // leaf, which may be null for an empty one. Refuses memory that is not there and ranges that
   // overlap.
-  std::vector<moves::MovePtr> bind(std::span<void* const> far, void* base,
-                                   std::uint64_t* counts) const;
+  // `scale` replaces the plan's own, if that scales.
+  std::vector<moves::MovePtr> bind(std::span<void* const> far, void* base, std::uint64_t* counts,
+                                   std::optional<float> scale = std::nullopt) const;
 
  private:
   // Leaves of one pair of types.

@@ -27,6 +27,7 @@ from streamlap.prediction import Prediction, predict
 from streamlap.traces.summary import Summary
 from streamlap.traces.timeline import Timeline, timeline
 from streamlap.transfer import Transfer
+from streamlap.tree_copy import TreeCopy
 
 __all__ = [
     "Benchmark",
@@ -50,6 +51,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "TransferTimeout",
+    "TreeCopy",
     "UnsupportedTensor",
     "__version__",
     "checking",

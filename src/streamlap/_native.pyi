@@ -129,6 +129,40 @@ class Engine:
     def copy_stream(self, device: int, to_device: bool) -> Stream: ...
     def abandoned(self) -> int: ...
 
+class TreePlan:
+    def __init__(
+        self,
+        leaves: list[tuple[str, str, int]],
+        *,
+        gathers: bool = True,
+        align: int = 256,
+        offsets: list[int] = ...,
+        range_bytes: int = 0,
+        scale: float | None = None,
+        counts: bool = False,
+        blocks: int = 4,
+        threads: int = 512,
+    ) -> None: ...
+    @property
+    def offsets(self) -> list[int]: ...
+    @property
+    def range_bytes(self) -> int: ...
+    @property
+    def counts(self) -> int: ...
+
+def submit_moves(
+    engine: Engine,
+    *,
+    device: int,
+    to_device: bool,
+    moves: list[tuple[TreePlan, list[int], int, int]],
+    after: list[Stream],
+    scale: float | None = None,
+    keep_source: Any,
+    keep_destination: Any,
+    timed: bool = True,
+    traced: bool = False,
+) -> Transfer: ...
 def copy_out(
     engine: Engine,
     pool: Pool,

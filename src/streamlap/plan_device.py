@@ -26,6 +26,7 @@ from streamlap.devices import (
     place_of,
     require_no_capture,
 )
+from streamlap.moving import PLAIN
 from streamlap.pinned import pool_for
 from streamlap.plan_host import current_after, plan_to_cpu
 
@@ -41,7 +42,7 @@ def plan_to_device(
     """Enqueue copies to ``device``."""
     place = place_of(device)
     if not place.is_cuda:
-        planned = plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place)
+        planned = plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place, PLAIN)
         for leaf in planned.leaves:
             if isinstance(leaf, Copied):
                 leaf.as_numpy = False  # a device has tensors
