@@ -88,12 +88,17 @@ class Candidate:
 
 
 def element_between(
-    tensor: torch.Tensor, dst: torch.Tensor, change: Change
+    tensor: torch.Tensor, dst: torch.Tensor | None, wanted: torch.dtype, change: Change
 ) -> tuple[str, str] | None:
-    """Return the elements of a move from ``tensor`` to ``dst``; None where it cannot be one."""
-    if not (is_plain(tensor) and is_dense(tensor) and same_layout(tensor, dst)):
+    """Return the elements of a move from ``tensor`` to ``dst``; None where it cannot be one.
+
+    ``dst`` is of dtype ``wanted``; None: new memory in the layout of ``tensor``.
+    """
+    if not (is_plain(tensor) and is_dense(tensor)):
         return None
-    return change.element(tensor.dtype, dst.dtype)
+    if dst is not None and not same_layout(tensor, dst):
+        return None
+    return change.element(tensor.dtype, wanted)
 
 
 @dataclass

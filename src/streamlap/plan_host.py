@@ -350,11 +350,11 @@ def _candidate(
 ) -> Candidate | None:
     """Return the leaf as one that may be moved with others; None where it cannot."""
     tensor, dst = source.tensor, copied.tensor
-    element = element_between(tensor, dst, change)
+    element = element_between(tensor, dst, dst.dtype, change)
     if element is None and change.counts and tensor.dtype in ELEMENTS:
         # Only a move counts, so what it reads is packed first.
         tensor = packed(tensor, dst, tensor.dtype)
-        element = element_between(tensor, dst, change)
+        element = element_between(tensor, dst, dst.dtype, change)
     if element is None:
         return None
     if place.is_cuda:
