@@ -282,7 +282,7 @@ class Transfer:
         """
         if self._counts is None:
             raise InvalidArgument("nothing was counted; start the copy with nonfinite=True")
-        self._wait_done()
+        self._wait_done()  # site: transfer.nonfinite
         return sum(counts.value() for counts in self._counts)
 
     def __repr__(self) -> str:
