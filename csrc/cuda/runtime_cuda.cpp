@@ -375,7 +375,9 @@ void CudaRuntime::move(moves::MovePtr move, StreamRef stream) {
   std::uint64_t* counts = nullptr;
   if (move->change.counts) counts = reachable(move->counts, stream.device, "the count of a move");
   cudaError_t status = cudaSuccess;
-  if (casts) {
+  if (move->layout) {
+    status = cuda::launch_strided(*move, base, counts, native(stream));
+  } else if (casts) {
     status = cuda::launch_cast(*move, base, counts, native(stream));
   } else if (move->way == moves::Way::gather) {
     status = cuda::launch_gather(*move, base, native(stream));

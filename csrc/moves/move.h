@@ -4,12 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "base/errors.h"
+#include "moves/strided.h"
 #include "moves/tiles.h"
 
 namespace streamlap::moves {
@@ -36,6 +38,8 @@ struct Move {
   std::size_t base_bytes = 0;
   std::vector<Piece> pieces;
   std::uint32_t tiles = 0;
+  // How the far side of the only piece lies, where it is not one range.
+  std::optional<Layout> layout = std::nullopt;
   // Where change.counts: one number for each of grid.blocks, whose sum is the count of non-finite
   // elements. In page-locked memory; all are written.
   std::uint64_t* counts = nullptr;
@@ -48,6 +52,15 @@ constexpr std::size_t size_of(Element element) {
   return element == Element::bytes ? 1 : element == Element::float32 ? 4 : 2;
 }
 const char* name_of(Element element);
+
+// Its one piece as the bodies take it, with as few dimensions as say the same; `base` in place of
+// the move's own.
+Strides strides_of(const Move& move, std::byte* base);
+
+// Calls body.operator()<From, To>() for the two types of a move with a layout: numbers of the
+// elements' size where they are not changed.
+template <class Body>
+decltype(auto) with_strided_types(const Move& move, Body&& body);
 
 // Calls body.operator()<From, To>() for the two types of a move that changes elements.
 template <class Body>
@@ -78,6 +91,27 @@ decltype(auto) with_types(const Move& move, Body&& body) {
   throw Error(ErrorKind::invalid_argument, "bytes are not changed on the way");
 }
 
+template <class Body>
+decltype(auto) with_strided_types(const Move& move, Body&& body) {
+  if (move.from != Element::bytes) return with_types(move, body);
+  switch (move.layout->element_bytes) {
+    case 1:
+      return body.template operator()<Raw<std::uint8_t>, Raw<std::uint8_t>>();
+    case 2:
+      return body.template operator()<Raw<std::uint16_t>, Raw<std::uint16_t>>();
+    case 4:
+      return body.template operator()<Raw<std::uint32_t>, Raw<std::uint32_t>>();
+    case 8:
+      return body.template operator()<Raw<std::uint64_t>, Raw<std::uint64_t>>();
+    case 16:
+      return body.template operator()<Raw<Quad>, Raw<Quad>>();
+    default:
+      break;
+  }
+  throw Error(ErrorKind::invalid_argument,
+              "elements of a strided move have 1, 2, 4, 8 or 16 bytes");
+}
+
 // Numbers the tiles of the pieces. Throws Error(invalid_argument) for more than can be numbered.
 void number_tiles(Move& move);
 
@@ -89,9 +123,8 @@ void check(const Move& move);
 // Does it, in this thread.
 void run(const Move& move);
 
-// The same with sources in another place: their bytes one piece after the other, as the reads of
-// accesses_of() have them.
-Move from_copy(const Move& move, std::byte* sources);
+// The same with sources of its own: what they hold now, which is copied to `own`.
+Move with_own_sources(const Move& move, std::vector<std::byte>& own);
 
 // Addresses, or offsets.
 struct Extent {
@@ -106,7 +139,8 @@ struct Access {
   std::size_t bytes;
   bool writes;
 };
-// What it reads and writes; neighbours are one access.
+// What it reads and writes; neighbours are one access. Reads that are too many to be told one by
+// one are one from the first byte to the last.
 std::vector<Access> accesses_of(const Move& move);
 
 }  // namespace streamlap::moves

@@ -79,6 +79,7 @@ struct SimRuntime::Op {
   const std::byte* src = nullptr;
   std::size_t bytes = 0;
   moves::MovePtr move;
+  moves::MovePtr own;  // that, from what the sources held at the start
   MarkPtr mark;
   std::shared_ptr<GateState> gate;
   bool started = false;
@@ -432,14 +433,8 @@ void SimRuntime::begin_bytes(Op& op) {
     std::memset(op.dst, unwritten, op.bytes);
     return;
   }
-  const std::vector<moves::Access> accesses = moves::accesses_of(*op.move);
-  op.read.clear();
-  for (const moves::Access& access : accesses) {
-    if (access.writes) continue;
-    const auto* data = static_cast<const std::byte*>(access.data);
-    op.read.insert(op.read.end(), data, data + access.bytes);
-  }
-  for (const moves::Access& access : accesses) {
+  op.own = std::make_shared<moves::Move>(moves::with_own_sources(*op.move, op.read));
+  for (const moves::Access& access : moves::accesses_of(*op.move)) {
     if (access.writes) std::memset(access.data, unwritten, access.bytes);
   }
 }
@@ -448,7 +443,7 @@ void SimRuntime::end_bytes(Op& op) {
   if (op.kind == Op::Kind::copy) {
     std::memcpy(op.dst, op.read.data(), op.bytes);
   } else {
-    moves::run(moves::from_copy(*op.move, op.read.data()));
+    moves::run(*op.own);
   }
 }
 

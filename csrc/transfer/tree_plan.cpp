@@ -38,7 +38,8 @@ TreePlan::TreePlan(std::vector<TreeLeaf> leaves, TreeOptions options)
   for (std::size_t index = 0; index < leaves_.size(); ++index) {
     TreeLeaf& leaf = leaves_[index];
     if (leaf.from == leaf.to && !changes && leaf.from != Element::bytes) {
-      leaf = {Element::bytes, Element::bytes, bytes_of(leaf.count, leaf.from)};
+      leaf.count = bytes_of(leaf.count, leaf.from);
+      leaf.from = leaf.to = Element::bytes;
     }
     bytes_of(leaf.count, leaf.from);
     const std::size_t bytes = near_bytes(index);
@@ -54,7 +55,8 @@ TreePlan::TreePlan(std::vector<TreeLeaf> leaves, TreeOptions options)
     if (leaf.count == 0) continue;
     Group* group = nullptr;
     for (Group& known : groups_) {
-      if (known.move.from == leaf.from && known.move.to == leaf.to) group = &known;
+      const bool same = known.move.from == leaf.from && known.move.to == leaf.to;
+      if (same && !leaf.layout && !known.move.layout) group = &known;
     }
     if (group == nullptr) {
       group = &groups_.emplace_back();
@@ -63,6 +65,7 @@ TreePlan::TreePlan(std::vector<TreeLeaf> leaves, TreeOptions options)
       group->move.to = leaf.to;
       if (leaf.from != Element::bytes) group->move.change = options_.change;
       group->move.grid = options_.grid;
+      group->move.layout = leaf.layout;
     }
     group->move.pieces.push_back({nullptr, offsets_.back(), leaf.count, 0, 0});
     group->leaves.push_back(index);

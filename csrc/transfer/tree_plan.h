@@ -17,6 +17,8 @@ struct TreeLeaf {
   moves::Element from = moves::Element::bytes;
   moves::Element to = moves::Element::bytes;
   std::size_t count = 0;  // elements; of bytes: bytes
+  // How the far side lies where it is not one range.
+  std::optional<moves::Layout> layout = std::nullopt;
 };
 
 struct TreeOptions {
@@ -48,15 +50,14 @@ class TreePlan {
   // How many numbers a count of non-finite elements needs: see moves::Move::counts.
   std::size_t counts() const noexcept;
 
-  // The moves of one time, in order: one for each pair of types. `far` has an address for each
-  // leaf, which may be null for an empty one. Refuses memory that is not there and ranges that
-  // overlap.
-  // `scale` replaces the plan's own, if that scales.
+  // The moves of one time, in order: one for each pair of types, and for each leaf with a layout.
+  // `far` has an address for each leaf, which may be null for an empty one. Refuses memory that is
+  // not there and ranges that overlap. `scale` replaces the plan's own, if that scales.
   std::vector<moves::MovePtr> bind(std::span<void* const> far, void* base, std::uint64_t* counts,
                                    std::optional<float> scale = std::nullopt) const;
 
  private:
-  // Leaves of one pair of types.
+  // Leaves of one pair of types, or one with a layout.
   struct Group {
     moves::Move move;                 // without addresses
     std::vector<std::size_t> leaves;  // of its pieces

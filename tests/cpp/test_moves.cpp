@@ -518,6 +518,256 @@ TEST(destinations_of_different_types_may_not_overlap_either) {
   CHECK_THROWS(plan.bind(far, range.data(), nullptr), Error);
 }
 
+// ---- elements that lie apart
+
+namespace {
+
+// A far side in memory of its own, and what it holds in the near side's order.
+struct Apart {
+  moves::Layout layout;
+  std::size_t first = 0;  // bytes from the begin of the memory to the first element
+  std::size_t bytes = 0;  // of the memory
+  std::size_t count = 1;
+
+  std::size_t place(std::size_t index) const {
+    std::int64_t at = static_cast<std::int64_t>(first);
+    for (unsigned dim = layout.dims; dim-- > 0;) {
+      at += static_cast<std::int64_t>(index % layout.sizes[dim]) * layout.strides[dim];
+      index /= layout.sizes[dim];
+    }
+    return static_cast<std::size_t>(at);
+  }
+};
+
+// Sizes in the near side's order; `order` has the dimensions from the one that is closest together
+// on the far side, with `gap` elements left out after each of it.
+Apart lying(std::vector<std::uint64_t> sizes, std::vector<unsigned> order, std::size_t element,
+            std::int64_t gap = 1, std::vector<unsigned> reversed = {}) {
+  Apart made;
+  made.layout.dims = static_cast<std::uint32_t>(sizes.size());
+  made.layout.element_bytes = static_cast<std::uint32_t>(element);
+  std::int64_t stride = static_cast<std::int64_t>(element) * gap;
+  std::copy(sizes.begin(), sizes.end(), made.layout.sizes);
+  for (unsigned dim : order) {
+    made.layout.strides[dim] = stride;
+    stride *= static_cast<std::int64_t>(sizes[dim]);
+    made.count *= sizes[dim];
+  }
+  made.bytes = static_cast<std::size_t>(stride);
+  for (unsigned dim : reversed) {
+    made.first += (sizes[dim] - 1) * static_cast<std::size_t>(made.layout.strides[dim]);
+    made.layout.strides[dim] *= -1;
+  }
+  return made;
+}
+
+std::vector<Apart> layouts(std::size_t element) {
+  return {
+      lying({1}, {0}, element),
+      lying({5000}, {0}, element, 3),
+      lying({40, 70}, {0, 1}, element),        // a transpose
+      lying({33, 64}, {0, 1}, element, 2),     // with gaps
+      lying({3, 100}, {0, 1}, element),        // too narrow for squares
+      lying({5, 37, 45}, {1, 2, 0}, element),  // many transposes
+      lying({37, 5, 45}, {0, 1, 2}, element),  // all the way round
+      lying({2, 3, 4, 5, 6}, {3, 0, 4, 1, 2}, element, 2),
+      lying({1, 40, 1, 50, 1}, {1, 0, 2, 4, 3}, element),
+      lying({40, 50}, {0, 1}, element, 1, {0}),  // backwards
+      lying({60, 7}, {1, 0}, element, 1, {0, 1}),
+      lying({2, 2, 2, 2, 2, 2, 2, 9}, {7, 6, 5, 4, 3, 2, 0, 1}, element),
+  };
+}
+
+template <class From, class To>
+std::uint64_t run_lanes(const Move& move, unsigned lanes) {
+  const moves::Strides strides = moves::strides_of(move, move.base);
+  const bool gathers = move.way == Way::gather;
+  std::uint64_t found = 0;
+  moves::Stage<typename To::Bits> stage;
+  for (std::uint64_t tile = 0; tile < strides.tiles; ++tile) {
+    const auto each = [&](auto&& body) {
+      for (unsigned lane = 0; lane < lanes; ++lane) body(Lane{lane, lanes});
+    };
+    if (strides.rows == 0) {
+      each([&](Lane lane) {
+        found += moves::move_elements<From, To>(strides, tile, gathers, move.change, lane);
+      });
+      continue;
+    }
+    const moves::Square part = moves::square_of(strides, tile);
+    each([&](Lane lane) {
+      found += moves::fill_stage<From, To>(strides, part, gathers, move.change, stage, lane);
+    });
+    each([&](Lane lane) { moves::empty_stage<To>(strides, part, gathers, stage, lane); });
+  }
+  return found;
+}
+
+// Both ways, by one lane and by many, against the plainest loop.
+void check_strided(const Apart& apart, std::size_t element) {
+  const Bytes far = random_bytes(apart.bytes, 31);
+  Bytes near(apart.count * element);
+  for (std::size_t i = 0; i < apart.count; ++i) {
+    std::memcpy(near.data() + i * element, far.data() + apart.place(i), element);
+  }
+  for (Way way : {Way::gather, Way::scatter}) {
+    for (unsigned lanes : {0u, 1u, 7u, 64u}) {
+      Placed range(near.size(), 0);
+      Placed other(far.size(), 0);
+      std::memcpy(way == Way::gather ? other.data : range.data,
+                  way == Way::gather ? far.data() : near.data(),
+                  way == Way::gather ? far.size() : near.size());
+      Move move;
+      move.way = way;
+      move.base = range.data;
+      move.base_bytes = near.size();
+      move.pieces = {{other.data + apart.first, 0, near.size(), 0, 0}};
+      move.layout = apart.layout;
+      moves::check(move);
+      if (lanes == 0) {
+        moves::run(move);
+      } else {
+        moves::with_strided_types(
+            move, [&]<class From, class To>() { return run_lanes<From, To>(move, lanes); });
+      }
+      if (way == Way::gather) {
+        CHECK(std::equal(near.begin(), near.end(), range.data));
+      } else {
+        Bytes expected(far.size(), untouched);  // nothing in the gaps
+        for (std::size_t i = 0; i < apart.count; ++i) {
+          std::memcpy(expected.data() + apart.place(i), near.data() + i * element, element);
+        }
+        CHECK(std::equal(expected.begin(), expected.end(), other.data));
+      }
+      CHECK(range.clean_outside() && other.clean_outside());
+      // What a checker and a simulation are told is what was touched, to the byte.
+      std::size_t told = 0;
+      for (const moves::Access& access : moves::accesses_of(move)) told += access.bytes;
+      CHECK_EQ(told, 2 * near.size());
+      // From sources of its own it does the same.
+      Bytes own;
+      Move again = moves::with_own_sources(move, own);
+      Bytes twice(near.size());
+      if (way == Way::gather) {
+        again.base = twice.data();
+        moves::run(again);
+        CHECK(twice == near);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST(elements_that_lie_apart_are_moved_both_ways) {
+  for (std::size_t element : {1, 2, 4, 8, 16}) {
+    for (const Apart& apart : layouts(element)) check_strided(apart, element);
+  }
+}
+
+TEST(a_transpose_goes_through_squares_and_a_step_does_not) {
+  Bytes memory(40 * 70 * 4);
+  Move move;
+  move.pieces = {{memory.data(), 0, memory.size(), 0, 0}};
+  move.layout = lying({40, 70}, {0, 1}, 4).layout;
+  moves::Strides strides = moves::strides_of(move, memory.data());
+  CHECK_EQ(strides.rows, 2);
+  CHECK_EQ(strides.columns, 3);
+  CHECK_EQ(strides.tiles, 6);
+  move.layout = lying({40, 70}, {1, 0}, 4).layout;  // one range after all
+  strides = moves::strides_of(move, memory.data());
+  CHECK_EQ(strides.layout.dims, 1);
+  CHECK_EQ(strides.rows, 0);
+}
+
+TEST(elements_that_lie_apart_are_changed_and_counted) {
+  each_pair([]<class From, class To>() {
+    const std::size_t in = sizeof(typename From::Bits);
+    for (const Apart& apart : layouts(in)) {
+      const Change change{0.37f, true, true};
+      const Bytes far = random_bytes(apart.bytes, 32);
+      Bytes source(apart.count * in);
+      for (std::size_t i = 0; i < apart.count; ++i) {
+        std::memcpy(source.data() + i * in, far.data() + apart.place(i), in);
+      }
+      const Bytes expected = reference<From, To>(source, change);
+      Placed other(far.size(), 0);
+      std::copy(far.begin(), far.end(), other.data);
+      for (unsigned lanes : {1u, 9u}) {
+        Placed range(expected.size(), 0);
+        Move move;
+        move.from = element_of<From>();
+        move.to = element_of<To>();
+        move.change = change;
+        move.base = range.data;
+        move.base_bytes = expected.size();
+        move.pieces = {{other.data + apart.first, 0, apart.count, 0, 0}};
+        move.layout = apart.layout;
+        std::array<std::uint64_t, 4> counts;
+        move.counts = counts.data();
+        moves::check(move);
+        CHECK_EQ((run_lanes<From, To>(move, lanes)), nonfinite_in<From>(source));
+        CHECK(std::equal(expected.begin(), expected.end(), range.data));
+      }
+    }
+  });
+}
+
+TEST(a_source_may_repeat_its_elements) {
+  const Bytes far = random_bytes(50 * 4, 33);
+  Apart apart = lying({30, 50}, {1, 0}, 4);
+  apart.layout.strides[0] = 0;
+  Bytes range(30 * 50 * 4);
+  Move move;
+  move.base = range.data();
+  move.base_bytes = range.size();
+  Bytes copy = far;
+  move.pieces = {{copy.data(), 0, range.size(), 0, 0}};
+  move.layout = apart.layout;
+  moves::check(move);
+  moves::run(move);
+  for (std::size_t row = 0; row < 30; ++row) {
+    CHECK(
+        std::equal(far.begin(), far.end(), range.begin() + static_cast<std::ptrdiff_t>(row * 200)));
+  }
+  move.way = Way::scatter;
+  CHECK_THROWS(moves::check(move), Error);
+}
+
+TEST(layouts_that_make_no_sense_are_refused) {
+  const auto refused = [](auto&& spoil, const char* why) {
+    Small small;
+    small.move.pieces.resize(1);
+    small.move.pieces[0].count = 16;
+    small.move.layout = lying({2, 2}, {0, 1}, 4).layout;
+    moves::check(small.move);
+    spoil(small.move);
+    small.refused(why);
+  };
+  refused([](Move& move) { move.layout->element_bytes = 3; }, "1, 2, 4, 8 or 16");
+  refused([](Move& move) { move.layout->dims = 9; }, "at most 8");
+  refused([](Move& move) { move.layout->sizes[0] = 3; }, "6 elements");
+  refused([](Move& move) { move.layout->strides[0] = 6; }, "multiples");
+  refused([](Move& move) { move.pieces[0].far += 2; }, "not aligned");
+  refused([](Move& move) { move.pieces[0].offset = 1; }, "not aligned");
+  refused([](Move& move) { move.pieces[0].count = 14; }, "broken");
+  refused([](Move& move) { move.pieces.push_back(move.pieces[0]); }, "one piece");
+  refused([](Move& move) { move.layout->sizes[0] = huge; }, "overflows");
+  refused(
+      [](Move& move) {
+        move.layout->strides[0] = std::numeric_limits<std::int64_t>::max() / 8 * 4;
+        move.layout->sizes[0] = 4;
+        move.layout->sizes[1] = 1;
+      },
+      "overflows");
+  refused(
+      [](Move& move) {
+        move.way = Way::scatter;
+        move.layout->strides[0] = move.layout->strides[1];
+      },
+      "overlap");
+}
+
 // ---- on every runtime
 
 namespace {
@@ -697,6 +947,64 @@ ON_EACH_RUNTIME(one_pass_casts_scales_and_counts) {
 ON_EACH_RUNTIME(one_pass_scales_and_counts_on_the_way_back) {
   change_all(lab, Way::scatter, {0x1p-12f, true, true});
 }
+
+namespace {
+
+void move_apart(Lab& lab, Way way) {
+  std::vector<TreeLeaf> leaves;
+  std::vector<std::size_t> sizes;
+  std::vector<Apart> all;
+  for (std::size_t element : {1, 4, 16}) {
+    for (const Apart& apart : layouts(element)) {
+      leaves.push_back({Element::bytes, Element::bytes, apart.count * element, apart.layout});
+      sizes.push_back(apart.bytes);
+      all.push_back(apart);
+    }
+  }
+  Tensors tensors(lab, sizes, 41);
+  std::vector<void*> far;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    tensors.far[i] = tensors.device[i]->data();
+    far.push_back(tensors.far[i] + all[i].first);
+  }
+  TreePlan plan(leaves, {.way = way, .align = 16, .grid = {3, 96}});
+  auto range = lab.pinned(plan.range_bytes());
+  const Bytes in_range = random_bytes(plan.range_bytes(), 42);
+  if (way == Way::scatter) std::memcpy(range->data(), in_range.data(), in_range.size());
+  StreamRef stream = lab.copy();
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    auto staged = lab.pinned(sizes[i]);
+    if (way == Way::gather) std::memcpy(staged->data(), tensors.bytes[i].data(), sizes[i]);
+    lab.runtime->copy_async(tensors.far[i], staged->data(), sizes[i], stream);
+  }
+  issue(lab, plan, far, range, nullptr, stream);
+  lab.runtime->stream_sync(stream, here);
+  for (std::size_t leaf = 0; leaf < all.size(); ++leaf) {
+    const Apart& apart = all[leaf];
+    const std::size_t element = apart.layout.element_bytes;
+    const std::size_t offset = plan.offsets()[leaf];
+    if (way == Way::gather) {
+      Bytes near(apart.count * element);
+      for (std::size_t i = 0; i < apart.count; ++i) {
+        std::memcpy(near.data() + i * element, tensors.bytes[leaf].data() + apart.place(i),
+                    element);
+      }
+      CHECK(holds(*range, offset, near));
+    } else {
+      Bytes expected(sizes[leaf], untouched);
+      for (std::size_t i = 0; i < apart.count; ++i) {
+        std::memcpy(expected.data() + apart.place(i), in_range.data() + offset + i * element,
+                    element);
+      }
+      CHECK(tensors.download(leaf) == expected);
+    }
+  }
+}
+
+}  // namespace
+
+ON_EACH_RUNTIME(what_lies_apart_is_gathered) { move_apart(lab, Way::gather); }
+ON_EACH_RUNTIME(what_lies_apart_is_scattered) { move_apart(lab, Way::scatter); }
 
 ON_EACH_RUNTIME(many_pieces_are_counted_once_each) {
   // More than one launch of a kernel holds: each block adds to its number.

@@ -6,21 +6,6 @@
 namespace streamlap::cuda {
 namespace {
 
-// The sum over a block, in its first thread.
-__device__ unsigned long long sum_of_block(unsigned long long value) {
-  __shared__ unsigned long long sums[32];
-  constexpr unsigned all = 0xffffffff;
-  for (unsigned apart = 16; apart > 0; apart /= 2) value += __shfl_down_sync(all, value, apart);
-  const unsigned warp = threadIdx.x / 32;
-  const unsigned lane = threadIdx.x % 32;
-  if (lane == 0) sums[warp] = value;
-  __syncthreads();
-  if (warp != 0) return 0;
-  value = lane < blockDim.x / 32 ? sums[lane] : 0;
-  for (unsigned apart = 16; apart > 0; apart /= 2) value += __shfl_down_sync(all, value, apart);
-  return value;
-}
-
 template <class From, class To, class TableType>
 __global__ void __launch_bounds__(moves::most_threads)
     cast(const __grid_constant__ TableType table) {
@@ -29,11 +14,7 @@ __global__ void __launch_bounds__(moves::most_threads)
     found += moves::change_tile<From, To>(piece, tile, table.base, table.gathers, table.change,
                                           this_lane());
   });
-  if (!table.change.counts) return;  // all threads of the launch alike
-  const std::uint64_t sum = sum_of_block(found);
-  if (threadIdx.x == 0) {
-    table.counts[blockIdx.x] = sum + (table.adds ? table.counts[blockIdx.x] : 0);
-  }
+  if (table.change.counts) add_up(found, table.counts, table.adds);
 }
 
 }  // namespace

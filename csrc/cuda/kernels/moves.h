@@ -14,5 +14,8 @@ cudaError_t launch_scatter(const moves::Move& move, std::byte* base, cudaStream_
 // cast.cu: both ways, with a cast, a scale and a count of non-finite elements in one pass.
 cudaError_t launch_cast(const moves::Move& move, std::byte* base, std::uint64_t* counts,
                         cudaStream_t stream);
+// strided.cu: the one piece of a move with a layout.
+cudaError_t launch_strided(const moves::Move& move, std::byte* base, std::uint64_t* counts,
+                           cudaStream_t stream);
 
 }  // namespace streamlap::cuda

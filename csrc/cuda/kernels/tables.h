@@ -8,6 +8,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/kernels/blocks.h"
 #include "moves/move.h"
 
 namespace streamlap::cuda {
@@ -38,8 +39,6 @@ __device__ __forceinline__ void each_tile(const TableType& table, Body&& body) {
     body(table.piece[piece], tile);
   }
 }
-
-__device__ __forceinline__ moves::Lane this_lane() { return {threadIdx.x, blockDim.x}; }
 
 // One launch for as many pieces as a table of this size holds, from `first` on; the next piece.
 template <class TableType, class Launch>
