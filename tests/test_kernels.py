@@ -95,6 +95,49 @@ def test_a_cast_of_what_is_not_contiguous(where, dim):
     assert same_bits(result, views[dim].cpu().bfloat16())
 
 
+VIEWS = {
+    "transposed": lambda x: x.transpose(0, 2)[:, 1:],
+    "stepped": lambda x: x[:, ::3, 1:],
+    "expanded": lambda x: x[:1, 2:].expand(5, 38, 33),
+    "permuted": lambda x: x.permute(2, 0, 1)[::2],
+    "a column": lambda x: x[0, :, 5],
+    "unsqueezed": lambda x: x[:, ::2].unsqueeze(0).unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_lies_apart_is_counted_and_cast_on_the_way(where, name, dtype):
+    view = VIEWS[name](random_bits((6, 40, 33), dtype, where))
+    for wanted in (dtype, torch.bfloat16):
+        transfer = to_cpu(view, dtype=wanted, nonfinite=True)
+        assert transfer.stats()["paths"] == ["strided"]
+        assert np.array_equal(bits_of(transfer.result()), expected_bits(view.cpu(), wanted))
+        assert transfer.result().is_contiguous()
+        assert transfer.nonfinite() == nonfinite_in(view)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.complex128])
+def test_what_lies_apart_on_a_gpu_goes_by_a_kernel(name, dtype):
+    view = VIEWS[name](random_bits((6, 40, 33), dtype, "cuda:0"))
+    transfer = to_cpu(view)
+    assert transfer.stats()["paths"] == ["strided"]
+    assert same_bits(transfer.result(), view)
+    out = streamlap.empty_pinned(view.shape[::-1], dtype).permute(*range(view.dim())[::-1])
+    assert same_bits(to_cpu(view, out=out).result(), view)
+
+
+@pytest.mark.gpu
+def test_a_large_transpose():
+    x = random_bits((4000, 3001), where="cuda:0")
+    out = streamlap.empty_pinned((3001, 4000), torch.float32)
+    transfer = to_cpu(x.t(), out=out)
+    assert transfer.stats()["paths"] == ["strided"]
+    assert same_bits(transfer.result(), x.t())
+
+
 # -- gather and scatter
 
 
@@ -276,6 +319,7 @@ def test_counts_on_impossible_ways_are_refused(where):
         ("move_blocks", 0),
         ("cast_blocks", 1025),
         ("scatter_blocks", 0),
+        ("strided_blocks", 2000),
         ("move_threads", 48),
         ("move_threads", 0),
         ("move_threads", 1024),
@@ -292,6 +336,7 @@ def test_the_policy_says_what_is_moved_together():
     assert not policy.moves_together(7, 7)
     assert not policy.moves_together(8, 801)
     assert not streamlap.Policy(gather_leaves=0).moves_together(100, 100)
-    assert policy.blocks_of_move(True, False) == policy.move_blocks
-    assert policy.blocks_of_move(True, True) == policy.cast_blocks
-    assert policy.blocks_of_move(False, True) == policy.scatter_blocks
+    assert policy.blocks_of_move(True, False, False) == policy.move_blocks
+    assert policy.blocks_of_move(True, True, False) == policy.cast_blocks
+    assert policy.blocks_of_move(False, True, False) == policy.scatter_blocks
+    assert policy.blocks_of_move(True, True, True) == policy.strided_blocks

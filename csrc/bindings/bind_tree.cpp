@@ -1,6 +1,7 @@
 // Plans for trees of tensors, and the call that starts their moves.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -24,7 +25,23 @@ Element element_named(const std::string& name) {
   throw Error(ErrorKind::invalid_argument, "a move knows no elements '" + name + "'");
 }
 
-using PyLeaf = std::tuple<std::string, std::string, std::size_t>;
+// The bytes of an element, sizes, and strides in bytes.
+using PyLayout = std::tuple<std::uint32_t, std::vector<std::uint64_t>, std::vector<std::int64_t>>;
+using PyLeaf = std::tuple<std::string, std::string, std::size_t, std::optional<PyLayout>>;
+
+moves::Layout layout_of(const PyLayout& given) {
+  const auto& [element_bytes, sizes, strides] = given;
+  if (sizes.size() != strides.size() || sizes.size() > moves::most_dims) {
+    throw Error(ErrorKind::invalid_argument, "a layout has a stride for each size, and at most " +
+                                                 std::to_string(moves::most_dims) + " of them");
+  }
+  moves::Layout layout;
+  layout.dims = static_cast<std::uint32_t>(sizes.size());
+  layout.element_bytes = element_bytes;
+  std::copy(sizes.begin(), sizes.end(), layout.sizes);
+  std::copy(strides.begin(), strides.end(), layout.strides);
+  return layout;
+}
 
 std::shared_ptr<TreePlan> make_plan(const std::vector<PyLeaf>& leaves, bool gathers,
                                     std::size_t align, std::vector<std::size_t> offsets,
@@ -32,8 +49,9 @@ std::shared_ptr<TreePlan> make_plan(const std::vector<PyLeaf>& leaves, bool gath
                                     bool counts, unsigned blocks, unsigned threads) {
   std::vector<TreeLeaf> made;
   made.reserve(leaves.size());
-  for (const auto& [from, to, count] : leaves) {
+  for (const auto& [from, to, count, layout] : leaves) {
     made.push_back({element_named(from), element_named(to), count});
+    if (layout) made.back().layout = layout_of(*layout);
   }
   TreeOptions options;
   options.way = gathers ? Way::gather : Way::scatter;

@@ -132,7 +132,7 @@ class Engine:
 class TreePlan:
     def __init__(
         self,
-        leaves: list[tuple[str, str, int]],
+        leaves: list[tuple[str, str, int, tuple[int, list[int], list[int]] | None]],
         *,
         gathers: bool = True,
         align: int = 256,

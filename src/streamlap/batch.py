@@ -6,6 +6,7 @@ driver    ordinary memory, by the driver's own staging, from a thread that may b
 unpack    a last step after the copy: another layout or dtype than the copied bytes have
 gather    one kernel (a worker without a device) brings many leaves into one range: ``moving``
 scatter   the same out of one range
+strided   the same of one leaf whose elements lie apart
 host      no device: memcpy (or torch's own copy, for strides and dtypes) on a worker thread
 ========  ==========================================================================================
 """

@@ -66,12 +66,19 @@ class Change:
 PLAIN = Change()
 
 
+Layout = tuple[int, list[int], list[int]]
+"""What does not lie in one range: the bytes of an element, the sizes, the strides in bytes."""
+
+MOST_DIMS = 8
+
+
 @dataclass(eq=False)
 class Candidate:
-    """A leaf that may be moved with others: both sides dense, in the same layout.
+    """A leaf that may be moved with others.
 
     Attributes:
         add: gives it to the way that it takes where it is not.
+        layout: how the source lies, of a gather; None: both sides are dense, in the same layout.
     """
 
     index: int
@@ -80,11 +87,22 @@ class Candidate:
     src: torch.Tensor
     element: tuple[str, str]
     add: Callable[[], None]
+    layout: Layout | None = None
 
     @property
     def changes(self) -> bool:
-        """Whether only a move can do what is asked for."""
+        """Whether elements are changed or counted."""
         return self.element[0] != "bytes"
+
+    @property
+    def must(self) -> bool:
+        """Whether only a move can do what is asked for."""
+        return self.changes or self.layout is not None
+
+    def described(self) -> tuple[str, str, int, Layout | None]:
+        """Return the leaf as a native plan takes it."""
+        count = self.src.numel() if self.changes else self.src.numel() * self.src.itemsize
+        return (*self.element, count, self.layout)
 
 
 def element_between(
@@ -99,6 +117,19 @@ def element_between(
     if dst is not None and not same_layout(tensor, dst):
         return None
     return change.element(tensor.dtype, wanted)
+
+
+def layout_between(tensor: torch.Tensor, dst: torch.Tensor) -> Layout | None:
+    """Return how ``tensor`` lies, in the order of the dense ``dst``; None: no move can read it."""
+    size = tensor.itemsize
+    if not (is_plain(tensor) and is_dense(dst)) or size not in (1, 2, 4, 8, 16):
+        return None
+    aligned = tensor.data_ptr() % size == 0 and dst.data_ptr() % dst.itemsize == 0
+    dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != 1]
+    if not aligned or len(dims) > MOST_DIMS:
+        return None
+    dims.sort(key=dst.stride, reverse=True)
+    return size, [tensor.shape[dim] for dim in dims], [tensor.stride(dim) * size for dim in dims]
 
 
 @dataclass
@@ -141,14 +172,14 @@ def choose(
         for leaves in by_storage.values():
             group = Group(way, leaves)
             nbytes = sum(leaf.dst.nbytes for leaf in leaves)
-            changed = [leaf for leaf in leaves if leaf.changes]
+            changed = [leaf for leaf in leaves if leaf.must]
             if not changed and not policy().moves_together(len(leaves), nbytes):
                 rest += leaves
             elif group.is_apart():
                 chosen.append(group)
             else:  # one by one they are: no destination overlaps a source
                 chosen += [Group(way, [leaf]) for leaf in changed]
-                rest += [leaf for leaf in leaves if not leaf.changes]
+                rest += [leaf for leaf in leaves if not leaf.must]
     return chosen, rest
 
 
@@ -169,7 +200,7 @@ def counts_for(
 
 
 def new_plan(
-    leaves: list[tuple[str, str, int]],
+    leaves: Sequence[tuple[str, str, int, Layout | None]],
     gathers: bool,
     change: Change,
     offsets: list[int] | None = None,
@@ -178,14 +209,15 @@ def new_plan(
     """Return a plan with the policy's grid; raises InvalidArgument."""
     now = policy()
     changes = any(leaf[0] != "bytes" for leaf in leaves)
+    strided = any(leaf[3] is not None for leaf in leaves)
     return _native.TreePlan(
-        leaves,
+        list(leaves),
         gathers=gathers,
         offsets=offsets or [],
         range_bytes=range_bytes,
         scale=change.scale,
         counts=change.counts,
-        blocks=now.blocks_of_move(gathers, changes),
+        blocks=now.blocks_of_move(gathers, changes, strided),
         threads=now.move_threads,
     )
 
@@ -217,10 +249,7 @@ class Moving:
                 (leaf.dst, leaf.src) if group.gathers else (leaf.src, leaf.dst)
                 for leaf in group.leaves
             ]
-            leaves = [
-                (*leaf.element, leaf.src.numel() if leaf.changes else leaf.src.nbytes)
-                for leaf in group.leaves
-            ]
+            leaves = [leaf.described() for leaf in group.leaves]
             offsets = [near.data_ptr() - first for near, _far in sides]
             plans.append(new_plan(leaves, group.gathers, self.change, offsets, last - first))
             moves.append((first, [far.data_ptr() for _near, far in sides]))
@@ -241,6 +270,8 @@ class Moving:
             keep_destination=keep,  # site: moving.keep_destination
         )
         path = "gather" if self.groups[0].gathers else "scatter"
+        if all(leaf.layout is not None for leaf in every):
+            path = "strided"
         nbytes = sum(leaf.dst.nbytes for leaf in every)
         native = observe.submitted(submit, observe.Copy(place, to_device, path, nbytes))
         on_device = place.is_cuda and (not to_device or source_place is not None)

@@ -42,6 +42,7 @@ from streamlap.moving import (
     check_counted,
     choose,
     element_between,
+    layout_between,
 )
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
@@ -350,18 +351,26 @@ def _candidate(
 ) -> Candidate | None:
     """Return the leaf as one that may be moved with others; None where it cannot."""
     tensor, dst = source.tensor, copied.tensor
-    element = element_between(tensor, dst, dst.dtype, change)
-    if element is None and change.counts and tensor.dtype in ELEMENTS:
-        # Only a move counts, so what it reads is packed first.
-        tensor = packed(tensor, dst, tensor.dtype)
-        element = element_between(tensor, dst, dst.dtype, change)
-    if element is None:
-        return None
     if place.is_cuda:
         if pin is False and copied.given is None:
             return None
         if copied.given is not None and not dst.is_pinned():
             return None
+    element = element_between(tensor, dst, dst.dtype, change)
+    if element is not None:
+        return Candidate(index, copied, dst, tensor, element, add)
+    counts = change.counts and tensor.dtype in ELEMENTS
+    if counts or place.is_cuda:  # without a device torch's own copy is as good
+        element = change.element(tensor.dtype, dst.dtype)
+        layout = layout_between(tensor, dst)
+        if element is not None and layout is not None:
+            return Candidate(index, copied, dst, tensor, element, add, layout)
+    if not counts:
+        return None
+    # Only a move counts, so what it reads is packed first.
+    tensor = packed(tensor, dst, tensor.dtype)
+    element = change.element(tensor.dtype, dst.dtype)
+    assert element is not None
     return Candidate(index, copied, dst, tensor, element, add)
 
 

@@ -41,6 +41,7 @@ class Policy:
         gather_leaves: so many small leaves of a tree, or more, are moved by one kernel; 0: never.
         move_blocks: blocks of such a kernel. Four of them fill the link to the host.
         cast_blocks: the same where elements are changed on the way.
+        strided_blocks: the same where elements lie apart.
         scatter_blocks: the same where the kernel reads host memory: more reads must be under way.
         move_threads: threads of a block.
         tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
@@ -62,6 +63,7 @@ class Policy:
     gather_leaves: int = 8
     move_blocks: int = 4
     cast_blocks: int = 8
+    strided_blocks: int = 32
     scatter_blocks: int = 16
     move_threads: int = 512
     tiny_item_bytes: int = MIB
@@ -72,8 +74,10 @@ class Policy:
         """Return whether leaves are worth a kernel: many, and small on the average."""
         return 0 < self.gather_leaves <= leaves and nbytes <= leaves * self.small_leaf_bytes
 
-    def blocks_of_move(self, gathers: bool, changes: bool) -> int:
+    def blocks_of_move(self, gathers: bool, changes: bool, strided: bool) -> int:
         """Return how many blocks a kernel gets, by what it does."""
+        if strided:
+            return self.strided_blocks
         if not gathers:
             return self.scatter_blocks
         return self.cast_blocks if changes else self.move_blocks
@@ -156,6 +160,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "gather_leaves": _number(0, 1 << 20),
     "move_blocks": _number(1, _MOST_BLOCKS),
     "cast_blocks": _number(1, _MOST_BLOCKS),
+    "strided_blocks": _number(1, _MOST_BLOCKS),
     "scatter_blocks": _number(1, _MOST_BLOCKS),
     "move_threads": _threads,
     "tiny_item_bytes": _size(0),

@@ -253,9 +253,10 @@ class Transfer:
 
         A path is ``direct`` (the copy engine, to or from pinned memory), ``driver`` (ordinary
         memory, by the driver), ``unpack`` (a last step after the copy), ``host`` (memcpy on a
-        worker), ``gather`` or ``scatter`` (many leaves at once, or a cast on the way, by one kernel
-        or one worker's task). Once done, ``interval`` is when the copy began and ended in seconds
-        of ``time.perf_counter()`` where the runtime knows it (None elsewhere).
+        worker); by a kernel, or by a worker's task: ``gather`` and ``scatter`` (many leaves at
+        once, or a cast on the way), ``strided`` (elements that lie apart). Once done, ``interval``
+        is when the copy began and ended in seconds of ``time.perf_counter()`` where the runtime
+        knows it (None elsewhere).
         """
         begin = end = None
         if self.done():

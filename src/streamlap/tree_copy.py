@@ -62,9 +62,9 @@ class _Block:
                     f"bfloat16 into each other, and nothing to {leaf.wanted}"
                 )
             count = math.prod(leaf.shape)
-            described.append(
-                (*element, count if element[0] != "bytes" else count * leaf.dtype.itemsize)
-            )
+            if element[0] == "bytes":
+                count *= leaf.dtype.itemsize
+            described.append((*element, count, None))
         self.plan = new_plan(described, True, change)
         for leaf, offset in zip(leaves, self.plan.offsets, strict=True):
             leaf.offset = offset

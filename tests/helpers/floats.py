@@ -35,8 +35,10 @@ def widened(tensor) -> np.ndarray:
     """The bits as float32, by NumPy: NaNs keep what they are."""
     if tensor.dtype is torch.bfloat16:
         return bits_of(tensor).astype(np.uint32) << 16
+    if tensor.dtype is torch.float32:
+        return bits_of(tensor)
     with np.errstate(invalid="ignore"):
-        return tensor.cpu().numpy().astype(np.float32).view(np.uint32)
+        return bits_of(tensor).view(np.float16).astype(np.float32).view(np.uint32)
 
 
 def narrowed(bits: np.ndarray, dtype) -> np.ndarray:
