@@ -309,6 +309,57 @@ def test_counts_on_impossible_ways_are_refused(where):
             to_cpu(x, pin=False, nonfinite=True)
 
 
+# -- checksums
+
+
+def plain_checksum(array: np.ndarray) -> int:
+    """The same in whole numbers of Python, word by word."""
+    mask = (1 << 64) - 1
+
+    def mixed(number):
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
+        number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
+        return number ^ number >> 31
+
+    raw = array.tobytes()
+    total = 0
+    for place in range(0, len(raw), 8):
+        word = int.from_bytes(raw[place : place + 8], "little")
+        total += mixed(word ^ mixed(place + 0x9E3779B97F4A7C15 & mask))
+    return mixed((total & mask) ^ mixed(len(raw)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 63, 64, 1000, 40_001])
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_a_checksum_is_the_same_everywhere(where, size, first):
+    x = random_bits(size + first, torch.uint8, where)[first:]
+    assert streamlap.checksum(x) == plain_checksum(x.cpu().numpy())
+    assert streamlap.checksum(x.cpu()) == streamlap.checksum(x)
+
+
+def test_a_checksum_depends_on_each_byte_and_its_place(where):
+    x = random_bits(100, torch.uint8, where)
+    seen = {streamlap.checksum(x)}
+    for index in range(100):
+        y = x.clone()
+        y[index] ^= 1 << index % 8
+        seen.add(streamlap.checksum(y))
+    seen.add(streamlap.checksum(x.flip(0)))
+    seen.add(streamlap.checksum(x.roll(8)))
+    seen.add(streamlap.checksum(torch.cat([x, x.new_zeros(1)])))
+    assert len(seen) == 104
+
+
+def test_a_checksum_is_of_the_elements_in_order(where):
+    x = random_bits((30, 40), where=where)
+    assert streamlap.checksum(x.t()) == streamlap.checksum(x.t().contiguous())
+    assert streamlap.checksum(x.t()) != streamlap.checksum(x)
+    y = random_bits(9, torch.complex64, where).conj()
+    assert streamlap.checksum(y) == streamlap.checksum(y.resolve_conj())
+    with pytest.raises(streamlap.InvalidType, match="str"):
+        streamlap.checksum("text")
+
+
 # -- the policy
 
 

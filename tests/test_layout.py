@@ -35,7 +35,7 @@ ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "from_host_str
 ORDERING_MODULES = {
     *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
     *("mapping", "batch", "pinned", "group", "devices", "direct", "grouped"),
-    *("panels", "plan", "graphs", "static_memory", "moving", "tree_copy"),
+    *("panels", "plan", "graphs", "static_memory", "moving", "tree_copy", "checksums"),
 }
 
 

@@ -227,6 +227,11 @@ def test_a_move_comes_after_its_stream(simulation, move):
     assert all(torch.equal(leaf, numbers()) for leaf in transfer.result())
 
 
+def test_a_checksum_is_waited_for(simulation):
+    assert streamlap.checksum(numbers()) == streamlap.checksum(numbers())
+    assert streamlap.checksum(numbers()) != streamlap.checksum(numbers(start=1))
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
     arrays = [np.full(64, float(i), np.float32) for i in range(9)]

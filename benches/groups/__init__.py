@@ -2,7 +2,7 @@
 ``plan(setting)``, which returns its tables. A new group is a file and a name here.
 """
 
-from . import first, job, ordinary, pinned, small, tiny, two_gpus
+from . import first, job, kernels, ordinary, pinned, small, tiny, two_gpus
 
 GROUPS = {
     "job": job,
@@ -11,5 +11,6 @@ GROUPS = {
     "pinned": pinned,
     "tiny": tiny,
     "small": small,
+    "kernels": kernels,
     "two_gpus": two_gpus,
 }

@@ -113,6 +113,20 @@ std::unique_ptr<PyTransfer> submit_moves(const std::shared_ptr<CopyEngine>& engi
   return std::make_unique<PyTransfer>(engine, std::move(transfer));
 }
 
+// Adds the sums of a checksum of `bytes` bytes to the work of a stream: a number for each block.
+void checksum(const PyStream& stream, std::uintptr_t data, std::size_t bytes, std::uintptr_t sums,
+              unsigned blocks, unsigned threads) {
+  auto move = std::make_shared<moves::Move>();
+  move->way = Way::checksum;
+  move->pieces.push_back({reinterpret_cast<std::byte*>(data), 0, bytes, 0, 0});
+  move->counts = reinterpret_cast<std::uint64_t*>(sums);
+  move->grid = {blocks, threads};
+  moves::number_tiles(*move);
+  moves::check(*move);
+  GilRelease released;
+  stream.runtime->move(std::move(move), stream.ref);
+}
+
 }  // namespace
 
 void bind_tree(py::module_& module) {
@@ -124,6 +138,9 @@ void bind_tree(py::module_& module) {
       .def_property_readonly("offsets", &TreePlan::offsets)
       .def_property_readonly("range_bytes", &TreePlan::range_bytes)
       .def_property_readonly("counts", &TreePlan::counts);
+  module.def("checksum", &checksum);
+  module.def("checksum_of",
+             [](std::uint64_t sum, std::uint64_t bytes) { return moves::checksum_of(sum, bytes); });
   module.def("submit_moves", &submit_moves, py::arg("engine"), py::kw_only(), py::arg("device"),
              py::arg("to_device"), py::arg("moves"), py::arg("after"),
              py::arg("scale") = py::none(), py::arg("keep_source"), py::arg("keep_destination"),

@@ -368,14 +368,17 @@ void CudaRuntime::move(moves::MovePtr move, StreamRef stream) {
     throw Error(ErrorKind::invalid_argument, "a move needs a CUDA stream, not a host stream");
   }
   DeviceGuard guard(stream.device);
-  std::byte* base = reachable(move->base, stream.device, "the range of a move");
+  const bool sums = move->way == moves::Way::checksum;
+  std::byte* base = sums ? nullptr : reachable(move->base, stream.device, "the range of a move");
   // One stands for all: its neighbours are of the same device, as callers have made sure.
   reachable(move->pieces.front().far, stream.device, "a piece of a move");
   const bool casts = move->from != moves::Element::bytes;
   std::uint64_t* counts = nullptr;
-  if (move->change.counts) counts = reachable(move->counts, stream.device, "the count of a move");
+  if (move->tells()) counts = reachable(move->counts, stream.device, "the count of a move");
   cudaError_t status = cudaSuccess;
-  if (move->layout) {
+  if (sums) {
+    status = cuda::launch_checksum(*move, counts, native(stream));
+  } else if (move->layout) {
     status = cuda::launch_strided(*move, base, counts, native(stream));
   } else if (casts) {
     status = cuda::launch_cast(*move, base, counts, native(stream));

@@ -118,7 +118,7 @@ void check_types(const Move& move) {
   if (move.change.scales && !(std::abs(move.change.scale) <= std::numeric_limits<float>::max())) {
     refuse("the scale of a move must be finite");
   }
-  if (move.change.counts && move.counts == nullptr) refuse("a count without a place for it");
+  if (move.tells() && move.counts == nullptr) refuse("a count without a place for it");
 }
 
 void check_layout(const Move& move) {
@@ -161,6 +161,15 @@ void check_layout(const Move& move) {
   }
 }
 
+void check_checksum(const Move& move) {
+  if (move.from != Element::bytes || move.layout) refuse("a checksum is one of bytes in ranges");
+  for (const Piece& piece : move.pieces) {
+    if (piece.far == nullptr || piece.count == 0) refuse("a piece without memory");
+    extent_of(piece.far, piece.count);
+    if (piece.offset % 8 != 0) refuse("places in a checksum are multiples of 8");
+  }
+}
+
 void check_grid(const Grid& grid) {
   if (grid.blocks < 1 || grid.blocks > most_blocks) {
     refuse("a move has 1 to " + std::to_string(most_blocks) + " blocks, not " +
@@ -184,7 +193,7 @@ void each_tile(const Move& move, Body&& body) {
 }
 
 void tell(const Move& move, std::uint64_t found) {
-  if (!move.change.counts) return;
+  if (!move.tells()) return;
   std::fill_n(move.counts, move.grid.blocks, std::uint64_t{0});
   move.counts[0] = found;
 }
@@ -296,6 +305,10 @@ void check(const Move& move) {
   check_types(move);
   check_grid(move.grid);
   if (move.layout) check_layout(move);
+  if (move.way == Way::checksum) {
+    check_checksum(move);
+    return;
+  }
   const Extent base = extent_of(move.base, move.base_bytes);
   const std::size_t widest = std::max(size_of(move.from), size_of(move.to));
   std::vector<Extent> written;
@@ -320,6 +333,13 @@ void check(const Move& move) {
 void run(const Move& move) {
   const bool gathers = move.way == Way::gather;
   const Lane alone{0, 1};
+  if (move.way == Way::checksum) {
+    std::uint64_t sum = 0;
+    each_tile(move,
+              [&](const Piece& piece, std::uint32_t tile) { sum += sum_tile(piece, tile, alone); });
+    tell(move, sum);
+    return;
+  }
   if (move.layout) {
     const Strides strides = strides_of(move, move.base);
     const std::uint64_t seen = with_strided_types(
@@ -372,7 +392,7 @@ Move with_own_sources(const Move& move, std::vector<std::byte>& own) {
 
 std::vector<Access> accesses_of(const Move& move) {
   std::vector<Access> accesses;
-  const bool gathers = move.way == Way::gather;
+  const bool gathers = move.way != Way::scatter;
   const auto add = [&](std::byte* data, std::size_t bytes, bool writes) {
     if (!accesses.empty()) {
       Access& last = accesses.back();
@@ -390,10 +410,14 @@ std::vector<Access> accesses_of(const Move& move) {
       add(piece.far, far_bytes(move, piece), !gathers);
     }
   }
+  if (move.way == Way::checksum) {
+    accesses.push_back({move.counts, move.grid.blocks * sizeof(std::uint64_t), true});
+    return accesses;
+  }
   for (const Piece& piece : move.pieces) {
     add(move.base + piece.offset, near_bytes(move, piece), gathers);
   }
-  if (move.change.counts) {
+  if (move.tells()) {
     accesses.push_back({move.counts, move.grid.blocks * sizeof(std::uint64_t), true});
   }
   return accesses;

@@ -16,7 +16,8 @@
 
 namespace streamlap::moves {
 
-enum class Way { gather, scatter };
+// A checksum moves nothing: it reads the pieces, whose offsets are their places in what is summed.
+enum class Way { gather, scatter, checksum };
 
 // How many blocks of how many threads run it where a kernel does. A few blocks are enough for the
 // link to the host.
@@ -42,8 +43,11 @@ struct Move {
   std::optional<Layout> layout = std::nullopt;
   // Where change.counts: one number for each of grid.blocks, whose sum is the count of non-finite
   // elements. In page-locked memory; all are written.
+  // Of a checksum: the parts of the sum.
   std::uint64_t* counts = nullptr;
   Grid grid;
+
+  bool tells() const noexcept { return change.counts || way == Way::checksum; }
 };
 using MovePtr = std::shared_ptr<const Move>;
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "moves/checksum.h"
 #include "moves/on_both.h"
 #include "moves/ranges.h"
 
@@ -64,6 +65,14 @@ STREAMLAP_ON_BOTH void copy_tile(const Piece& piece, std::uint32_t tile, std::by
   const std::uint64_t begin = std::uint64_t{tile - piece.first_tile} * tile_bytes;
   const std::uint64_t left = piece.count - begin;
   copy_range(sides.dst + begin, sides.src + begin, left < tile_bytes ? left : tile_bytes, lane);
+}
+
+// This lane's part of a checksum, in which a piece's bytes begin at its offset.
+STREAMLAP_ON_BOTH std::uint64_t sum_tile(const Piece& piece, std::uint32_t tile, Lane lane) {
+  const std::uint64_t begin = std::uint64_t{tile - piece.first_tile} * tile_bytes;
+  const std::uint64_t left = piece.count - begin;
+  return sum_of_range(piece.far + begin, piece.offset + begin,
+                      left < tile_bytes ? left : tile_bytes, lane);
 }
 
 // The number of non-finite elements that this lane has seen.

@@ -280,12 +280,18 @@ void SimRuntime::move(moves::MovePtr move, StreamRef stream) {
   }
   Op op;
   op.kind = Op::Kind::move;
+  // For what it costs: where it goes, and what travels.
   const moves::Piece& first = move->pieces.front();
-  const moves::Sides sides = moves::sides_of(first, move->base, move->way == moves::Way::gather);
-  op.dst = sides.dst;  // for what it costs
-  op.src = sides.src;
+  if (move->way == moves::Way::checksum) {
+    op.dst = reinterpret_cast<std::byte*>(move->counts);
+    op.src = first.far;
+  } else {
+    const moves::Sides sides = moves::sides_of(first, move->base, move->way == moves::Way::gather);
+    op.dst = sides.dst;
+    op.src = sides.src;
+  }
   for (const moves::Access& access : moves::accesses_of(*move)) {
-    // What is on the side of the one range is what travels.
+    // What is on the side of the one range; of a checksum what is read.
     if (access.writes == (move->way == moves::Way::gather)) op.bytes += access.bytes;
   }
   op.move = std::move(move);

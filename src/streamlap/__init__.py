@@ -2,6 +2,7 @@
 
 from streamlap._version import __version__
 from streamlap.benchmark import Benchmark
+from streamlap.checksums import checksum
 from streamlap.copies import copy_to_cpu, to_cpu, to_device
 from streamlap.devices import Device, checking, devices, synchronize, use_runtime
 from streamlap.errors import (
@@ -55,6 +56,7 @@ __all__ = [
     "UnsupportedTensor",
     "__version__",
     "checking",
+    "checksum",
     "configure",
     "copy_to_cpu",
     "devices",

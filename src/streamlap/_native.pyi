@@ -150,6 +150,10 @@ class TreePlan:
     @property
     def counts(self) -> int: ...
 
+def checksum(
+    stream: Stream, data: int, nbytes: int, sums: int, blocks: int, threads: int, /
+) -> None: ...
+def checksum_of(total: int, nbytes: int, /) -> int: ...
 def submit_moves(
     engine: Engine,
     *,

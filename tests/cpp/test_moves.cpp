@@ -768,6 +768,38 @@ TEST(layouts_that_make_no_sense_are_refused) {
       "overlap");
 }
 
+// ---- checksums
+
+namespace {
+
+std::uint64_t summed(const std::vector<moves::Piece>& pieces, unsigned lanes) {
+  std::uint64_t sum = 0;
+  for (const moves::Piece& piece : pieces) {
+    for (unsigned lane = 0; lane < lanes; ++lane) {
+      sum += moves::sum_of_range(piece.far, piece.offset, piece.count, Lane{lane, lanes});
+    }
+  }
+  return sum;
+}
+
+}  // namespace
+
+TEST(a_checksum_depends_on_places_and_not_on_lanes) {
+  const Bytes source = random_bytes(1001, 51);
+  Placed even(1001, 0);
+  Placed odd(1001, 3);
+  std::copy(source.begin(), source.end(), even.data);
+  std::copy(source.begin(), source.end(), odd.data);
+  const std::uint64_t sum = summed({{even.data, 0, 1001, 0, 0}}, 1);
+  CHECK_EQ(summed({{odd.data, 0, 1001, 0, 0}}, 33), sum);
+  // In two pieces, cut at a word.
+  CHECK_EQ(summed({{odd.data + 504, 504, 497, 0, 0}, {even.data, 0, 504, 0, 0}}, 5), sum);
+  CHECK(summed({{odd.data, 8, 1001, 0, 0}}, 1) != sum);
+  std::swap_ranges(even.data, even.data + 8, even.data + 8);
+  CHECK(summed({{even.data, 0, 1001, 0, 0}}, 1) != sum);
+  CHECK(moves::checksum_of(sum, 1001) != moves::checksum_of(sum, 1002));
+}
+
 // ---- on every runtime
 
 namespace {
@@ -1005,6 +1037,39 @@ void move_apart(Lab& lab, Way way) {
 
 ON_EACH_RUNTIME(what_lies_apart_is_gathered) { move_apart(lab, Way::gather); }
 ON_EACH_RUNTIME(what_lies_apart_is_scattered) { move_apart(lab, Way::scatter); }
+
+ON_EACH_RUNTIME(a_checksum_comes_after_its_producer) {
+  const std::size_t count = lab.runtime->virtual_time() ? 30 : 1300;
+  Tensors tensors(lab, ragged(count), 61);
+  auto sums = lab.pinned(5 * sizeof(std::uint64_t));
+  auto move = std::make_shared<Move>();
+  move->way = Way::checksum;
+  move->counts = reinterpret_cast<std::uint64_t*>(sums->data());
+  move->grid = {5, 64};
+  std::uint64_t expected = 0;
+  std::uint64_t place = 0;
+  tensors.bytes[1].assign(tensors.sizes[1], std::byte{7});
+  for (std::size_t i = 0; i < count; ++i) {
+    if (tensors.sizes[i] == 0) continue;
+    move->pieces.push_back(
+        {reinterpret_cast<std::byte*>(tensors.far[i]), place, tensors.sizes[i], 0, 0});
+    expected += moves::sum_of_range(tensors.bytes[i].data(), place, tensors.sizes[i], Lane{0, 1});
+    place += (tensors.sizes[i] + 7) / 8 * 8;
+  }
+  moves::number_tiles(*move);
+  moves::check(*move);
+  StreamRef stream = lab.compute();
+  auto gate = lab.runtime->gate(stream);
+  lab.produce(stream, tensors.far[1], 7, tensors.sizes[1]);
+  lab.runtime->move(move, stream);
+  EventPtr event = lab.record(stream);
+  CHECK(lab.held(event));
+  CHECK(sums->holds(poison));
+  gate->open();
+  CHECK(lab.in_time(event));
+  const auto* parts = reinterpret_cast<const std::uint64_t*>(sums->data());
+  CHECK_EQ(std::accumulate(parts, parts + 5, std::uint64_t{0}), expected);
+}
 
 ON_EACH_RUNTIME(many_pieces_are_counted_once_each) {
   // More than one launch of a kernel holds: each block adds to its number.

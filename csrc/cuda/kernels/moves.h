@@ -17,5 +17,7 @@ cudaError_t launch_cast(const moves::Move& move, std::byte* base, std::uint64_t*
 // strided.cu: the one piece of a move with a layout.
 cudaError_t launch_strided(const moves::Move& move, std::byte* base, std::uint64_t* counts,
                            cudaStream_t stream);
+// checksum.cu: each block's part of the sum.
+cudaError_t launch_checksum(const moves::Move& move, std::uint64_t* sums, cudaStream_t stream);
 
 }  // namespace streamlap::cuda
