@@ -1,6 +1,6 @@
 """Moves: many leaves at once, every pair of dtypes, odd sizes and alignments, counts, both ways.
 
-Against torch and NumPy bit for bit. Where the two differ (in NaNs), NumPy's rule is ours.
+Against torch and NumPy bit for bit. What a cast makes of a NaN is in docs/kernels.md.
 """
 
 import itertools

@@ -78,7 +78,7 @@ T* reachable(T* pointer, int device, const char* what) {
                 std::string(what) + " is memory of device " + std::to_string(attributes.device) +
                     ", and the stream is one of device " + std::to_string(device));
   }
-  if (attributes.devicePointer == nullptr) {
+  if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(what) + " is ordinary memory, which a kernel cannot reach");
   }
@@ -90,6 +90,10 @@ class CudaGate final : public Gate {
   explicit CudaGate(StreamRef stream) {
     DeviceGuard guard(stream.device);
     check(cuda::load_gate(), "loading the gate kernel");
+    for (auto load : {cuda::load_gather, cuda::load_scatter, cuda::load_cast, cuda::load_strided,
+                      cuda::load_checksum}) {
+      check(load(), "loading the kernels that move");
+    }
     void* memory = nullptr;
     check(cudaHostAlloc(&memory, sizeof(unsigned), cudaHostAllocPortable | cudaHostAllocMapped),
           "cudaHostAlloc", "gate");

@@ -16,6 +16,9 @@
 
 namespace streamlap::moves {
 
+// What can be cast into each other.
+inline constexpr Element changeable[] = {Element::float32, Element::float16, Element::bfloat16};
+
 // A checksum moves nothing: it reads the pieces, whose offsets are their places in what is summed.
 enum class Way { gather, scatter, checksum };
 

@@ -32,27 +32,33 @@ def bits_of(tensor) -> np.ndarray:
 
 
 def widened(tensor) -> np.ndarray:
-    """The bits as float32, by NumPy: NaNs keep what they are."""
-    if tensor.dtype is torch.bfloat16:
-        return bits_of(tensor).astype(np.uint32) << 16
+    """The bits as float32: numbers by NumPy, NaNs as they are."""
+    bits = bits_of(tensor)
     if tensor.dtype is torch.float32:
-        return bits_of(tensor)
-    with np.errstate(invalid="ignore"):
-        return bits_of(tensor).view(np.float16).astype(np.float32).view(np.uint32)
+        return bits
+    wide = bits.astype(np.uint32)
+    if tensor.dtype is torch.bfloat16:
+        return wide << 16
+    with np.errstate(invalid="ignore"):  # what NumPy makes of a NaN is the processor's choice
+        numbers = bits.view(np.float16).astype(np.float32).view(np.uint32)
+    nans = (wide & 0x8000) << 16 | 0x7F800000 | (wide & 0x3FF) << 13
+    return np.where((wide & 0x7FFF) > 0x7C00, nans, numbers)
 
 
 def narrowed(bits: np.ndarray, dtype) -> np.ndarray:
-    """Float32 bits as bits of ``dtype``, to nearest even, by NumPy."""
+    """Float32 bits as bits of ``dtype``, to nearest even; a NaN keeps sign and upper payload."""
     if dtype is torch.float32:
         return bits
+    exponent, payload, shift = (0x7C00, 0x3FF, 13) if dtype is torch.float16 else (0x7F80, 0x7F, 16)
     if dtype is torch.float16:
         with np.errstate(over="ignore", invalid="ignore"):
-            return bits.view(np.float32).astype(np.float16).view(np.uint16)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)
-    upper = (bits >> 16).astype(np.uint16)
-    kept = np.where(upper & 0x7F == 0, upper | 1, upper)
-    return np.where(is_nan, kept, (rounded >> 16).astype(np.uint16)).astype(np.uint16)
+            numbers = bits.view(np.float32).astype(np.float16).view(np.uint16)
+    else:
+        rounded = bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)
+        numbers = (rounded >> 16).astype(np.uint16)
+    kept = bits >> shift & payload
+    nans = (bits >> 16 & 0x8000) | exponent | np.where(kept == 0, 1, kept)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, nans, numbers).astype(np.uint16)
 
 
 def expected_bits(source, dtype) -> np.ndarray:

@@ -7,6 +7,18 @@
 
 namespace streamlap::cuda {
 
+// Loads kernels: lazy loading behind an armed gate can hang.
+template <class... Kernels>
+cudaError_t load(Kernels... kernels) {
+  cudaError_t status = cudaSuccess;
+  cudaFuncAttributes attributes;
+  const auto one = [&](auto kernel) {
+    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
+  };
+  (one(kernels), ...);
+  return status;
+}
+
 __device__ __forceinline__ moves::Lane this_lane() { return {threadIdx.x, blockDim.x}; }
 
 // The sum over a block, in its first thread. Every thread of the block calls it.

@@ -31,4 +31,21 @@ cudaError_t launch_cast(const moves::Move& move, std::byte* base, std::uint64_t*
   });
 }
 
+cudaError_t load_cast() {
+  cudaError_t status = cudaSuccess;
+  moves::Move move;
+  for (moves::Element from : moves::changeable) {
+    for (moves::Element to : moves::changeable) {
+      move.from = from;
+      move.to = to;
+      moves::with_types(move, [&]<class From, class To>() {
+        if (status == cudaSuccess) {
+          status = load(cast<From, To, SmallTable>, cast<From, To, LargeTable>);
+        }
+      });
+    }
+  }
+  return status;
+}
+
 }  // namespace streamlap::cuda

@@ -23,4 +23,6 @@ cudaError_t launch_checksum(const moves::Move& move, std::uint64_t* sums, cudaSt
   });
 }
 
+cudaError_t load_checksum() { return load(checksum<SmallTable>, checksum<LargeTable>); }
+
 }  // namespace streamlap::cuda

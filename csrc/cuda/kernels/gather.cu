@@ -22,4 +22,6 @@ cudaError_t launch_gather(const moves::Move& move, std::byte* base, cudaStream_t
   });
 }
 
+cudaError_t load_gather() { return load(gather<SmallTable>, gather<LargeTable>); }
+
 }  // namespace streamlap::cuda

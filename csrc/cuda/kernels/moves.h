@@ -20,4 +20,11 @@ cudaError_t launch_strided(const moves::Move& move, std::byte* base, std::uint64
 // checksum.cu: each block's part of the sum.
 cudaError_t launch_checksum(const moves::Move& move, std::uint64_t* sums, cudaStream_t stream);
 
+// Load them, for who is about to arm a gate.
+cudaError_t load_gather();
+cudaError_t load_scatter();
+cudaError_t load_cast();
+cudaError_t load_strided();
+cudaError_t load_checksum();
+
 }  // namespace streamlap::cuda

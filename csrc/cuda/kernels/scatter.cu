@@ -22,4 +22,6 @@ cudaError_t launch_scatter(const moves::Move& move, std::byte* base, cudaStream_
   });
 }
 
+cudaError_t load_scatter() { return load(scatter<SmallTable>, scatter<LargeTable>); }
+
 }  // namespace streamlap::cuda

@@ -48,4 +48,27 @@ cudaError_t launch_strided(const moves::Move& move, std::byte* base, std::uint64
   return cudaGetLastError();
 }
 
+cudaError_t load_strided() {
+  cudaError_t status = cudaSuccess;
+  moves::Move move;
+  move.layout.emplace();
+  const auto one = [&] {
+    moves::with_strided_types(move, [&]<class From, class To>() {
+      if (status == cudaSuccess) status = load(strided<From, To>);
+    });
+  };
+  for (std::uint32_t bytes : {1, 2, 4, 8, 16}) {
+    move.layout->element_bytes = bytes;
+    one();
+  }
+  for (moves::Element from : moves::changeable) {
+    for (moves::Element to : moves::changeable) {
+      move.from = from;
+      move.to = to;
+      one();
+    }
+  }
+  return status;
+}
+
 }  // namespace streamlap::cuda
