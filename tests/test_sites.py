@@ -180,7 +180,11 @@ def test_every_leaf_of_a_tree_is_borrowed(simulation):
 
 # -- many leaves at once
 
-MOVES = {"to_cpu": to_cpu, "plan": lambda tree, **how: streamlap.TreeCopy(like=tree)(tree, **how)}
+MOVES = {
+    "to_cpu": lambda tree, **how: to_cpu(tree, chunk_bytes=1 << 20, **how),
+    "usual": to_cpu,
+    "plan": lambda tree, **how: streamlap.TreeCopy(like=tree)(tree, **how),
+}
 
 
 @pytest.fixture(params=MOVES)
@@ -238,6 +242,7 @@ def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
     alive = [weakref.ref(array) for array in arrays]
     for copy in (
         lambda tree: to_cpu(tree, nonfinite=True),
+        to_cpu,
         streamlap.TreeCopy(like=[torch.from_numpy(a)[::step] for a in arrays], nonfinite=True),
     ):
         sources = [torch.from_numpy(array)[::step] for array in arrays]
@@ -259,6 +264,23 @@ def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
         assert all(array() is None for array in alive)
         arrays = [np.full(64, float(i), np.float32) for i in range(9)]
         alive = [weakref.ref(array) for array in arrays]
+
+
+@pytest.mark.gpu
+def test_many_leaves_of_a_gpu_come_after_the_current_stream():
+    where = torch.device("cuda:0")
+    sources = [torch.zeros(64, device=where) for _ in range(9)]
+    to_cpu(sources).result()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = current_stream(place_of(where)).gate()
+        for source in sources:
+            source.add_(1)
+        transfer = to_cpu(sources)
+        with pytest.raises(streamlap.TransferTimeout):
+            transfer.result(MOMENT)
+        gate.open()
+        assert all(bool((leaf == 1).all()) for leaf in transfer.result())
 
 
 @pytest.mark.gpu

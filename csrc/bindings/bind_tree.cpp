@@ -63,6 +63,17 @@ std::shared_ptr<TreePlan> make_plan(const std::vector<PyLeaf>& leaves, bool gath
   return std::make_shared<TreePlan>(std::move(made), std::move(options));
 }
 
+// A gather of leaves that are so many bytes each.
+std::shared_ptr<TreePlan> make_plan_of_bytes(const std::vector<std::size_t>& sizes, unsigned blocks,
+                                             unsigned threads) {
+  std::vector<TreeLeaf> leaves;
+  leaves.reserve(sizes.size());
+  for (std::size_t bytes : sizes) leaves.push_back({Element::bytes, Element::bytes, bytes});
+  TreeOptions options;
+  options.grid = {blocks, threads};
+  return std::make_shared<TreePlan>(std::move(leaves), std::move(options));
+}
+
 // What one plan moves this time: the plan, an address a leaf, that of the range, and that of the
 // counts (0 if it does not count).
 using PyMove = std::tuple<std::shared_ptr<TreePlan>, std::vector<std::uintptr_t>, std::uintptr_t,
@@ -135,6 +146,7 @@ void bind_tree(py::module_& module) {
            py::arg("align") = 256, py::arg("offsets") = std::vector<std::size_t>(),
            py::arg("range_bytes") = 0, py::arg("scale") = py::none(), py::arg("counts") = false,
            py::arg("blocks") = 4, py::arg("threads") = 512)
+      .def_static("of_bytes", &make_plan_of_bytes)
       .def_property_readonly("offsets", &TreePlan::offsets)
       .def_property_readonly("range_bytes", &TreePlan::range_bytes)
       .def_property_readonly("counts", &TreePlan::counts);

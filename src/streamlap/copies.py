@@ -19,6 +19,7 @@ from streamlap.plan_device import plan_to_device
 from streamlap.plan_host import plan_to_cpu
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
+from streamlap.tree_copy import usual_tree
 
 
 def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
@@ -83,14 +84,19 @@ def to_cpu(
     watch.enter()
     usual = out is None and dtype is None and stream is None and pool is None and protect is False
     usual = usual and nonfinite is False
-    if usual and (pin is None or pin is True) and chunk_bytes is None:
+    usual = usual and (pin is None or pin is True) and chunk_bytes is None
+    if usual:
         transfer = usual_transfer(tree)
+        if transfer is not None:
+            return transfer
+    leaves, spec = flatten(tree)
+    if usual and len(leaves) > 1:
+        transfer = usual_tree(leaves, spec)
         if transfer is not None:
             return transfer
     dtype, pin, pool = as_dtype(dtype), as_pin(pin), as_pool(pool)
     protect = as_flag(protect, "protect")
     chunk = _as_chunk(chunk_bytes)
-    leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
     change = Change(as_flag(nonfinite, "nonfinite"))
     planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk, None, change)

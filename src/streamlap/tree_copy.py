@@ -14,6 +14,7 @@ from streamlap import _native, observe, watch
 from streamlap.arrays import (
     Source,
     Tree,
+    TreeSpec,
     as_destination,
     as_source,
     flatten,
@@ -28,6 +29,7 @@ from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 from streamlap.moving import Change, check_counted, counts_for, new_plan
 from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.plan_host import producer_of
+from streamlap.policy import policy
 from streamlap.transfer import Transfer
 
 
@@ -72,19 +74,10 @@ class _Block:
 
     def results(self, block: _native.Block) -> list[torch.Tensor]:
         """Return the views of a block, a leaf each."""
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        views = []
-        for leaf in self.leaves:
-            flat = typed.get(leaf.wanted)
-            size = leaf.wanted.itemsize
-            if flat is None:
-                flat = torch.frombuffer(block, dtype=leaf.wanted, count=block.nbytes // size)
-                typed[leaf.wanted] = flat
-            if math.prod(leaf.shape):
-                views.append(flat.as_strided(leaf.shape, leaf.stride, leaf.offset // size))
-            else:
-                views.append(torch.empty(leaf.shape, dtype=leaf.wanted, device="cpu"))
-        return views
+        views = _Views(block)
+        return [
+            views.take(leaf.shape, leaf.stride, leaf.wanted, leaf.offset) for leaf in self.leaves
+        ]
 
 
 class TreeCopy:
@@ -316,6 +309,80 @@ class _Call:
             given = None if self.given is None else self.given[leaf.index]
             waits = part if view.numel() else None
             results[leaf.index] = Copied(view, leaf.as_numpy, given, waits, position)
+
+
+def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
+    """Return the transfer of a tree of many small tensors of torch's on one device.
+
+    What the general way does for it, at a fraction of the cost a leaf. None sends a tree there.
+    """
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    device = leaves[0].device if type(leaves[0]) in kinds else None
+    sizes, pointers = [], []
+    for leaf in leaves:
+        if type(leaf) not in kinds or leaf.layout is not torch.strided or leaf.is_nested:
+            return None
+        if leaf.device != device or not leaf.is_contiguous() or leaf.is_quantized:
+            return None
+        if leaf.is_conj() or leaf.is_neg():
+            return None
+        sizes.append(leaf.numel() * leaf.itemsize)
+        pointers.append(leaf.data_ptr())
+    now = policy()
+    nbytes = sum(sizes)
+    if device is None or device.type not in ("cpu", "cuda"):
+        return None
+    if (
+        max(sizes) > now.small_leaf_bytes
+        or not now.moves_together(len(leaves), nbytes)
+        or not nbytes
+    ):
+        return None
+    place = place_of(device)
+    producer = producer_of(None, place, "to_cpu()")
+    blocks = now.blocks_of_move(True, False, False)
+    plan = _native.TreePlan.of_bytes(sizes, blocks, now.move_threads)
+    block = pool_for(place)._allocate(plan.range_bytes)
+    sources = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+    submit = functools.partial(
+        _native.submit_moves,
+        place.engine,
+        device=place.index,
+        to_device=False,
+        moves=[(plan, pointers, block.address, 0)],
+        after=[] if producer is None else [producer],  # site: tree_copy.usual_after
+        keep_source=sources,  # site: tree_copy.usual_keep_source
+        keep_destination=block,  # site: tree_copy.usual_keep_destination
+    )
+    native = observe.submitted(submit, observe.Copy(place, False, "gather", nbytes))
+    part = Part(native, place, "gather", list(range(len(leaves))), place.is_cuda, place)
+    views = _Views(block)
+    results: list[Any] = []
+    for position, (leaf, size, offset) in enumerate(zip(leaves, sizes, plan.offsets, strict=True)):
+        view = views.take(leaf.shape, leaf.stride(), leaf.dtype, offset)
+        results.append(Copied(view, False, None, part if size else None, position))
+    borrowed = [Source(x, False, version_of(x)) for x in sources]  # site: tree_copy.usual_borrow
+    return Transfer(results, spec, [part], borrowed, False)
+
+
+class _Views:
+    """Tensors carved out of a block."""
+
+    def __init__(self, block: _native.Block) -> None:
+        self._block = block
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(
+        self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, offset: int
+    ) -> torch.Tensor:
+        """Return the tensor that begins at ``offset`` (bytes)."""
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        flat = self._typed.get(dtype)
+        if flat is None:
+            count = self._block.nbytes // dtype.itemsize
+            flat = self._typed[dtype] = torch.frombuffer(self._block, dtype=dtype, count=count)
+        return flat.as_strided(shape, stride, offset // dtype.itemsize)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
