@@ -19,6 +19,7 @@ from helpers.streams import MOMENT, PATIENCE, CopySide, eventually
 import streamlap
 from streamlap import (
     batch,
+    checksums,
     direct,
     grouped,
     observe,
@@ -264,6 +265,54 @@ def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
         assert all(array() is None for array in alive)
         arrays = [np.full(64, float(i), np.float32) for i in range(9)]
         alive = [weakref.ref(array) for array in arrays]
+
+
+def test_what_a_checksum_reads_lives_although_the_call_was_interrupted(simulation, monkeypatch):
+    def interrupted(_native):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checksums, "_wait", interrupted)
+    array = np.full(64, 1.0, np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+    with contextlib.suppress(KeyboardInterrupt):
+        streamlap.checksum(torch.from_numpy(array))
+    del array
+    gc.collect()
+    assert alive() is not None
+    assert simulation.pool.stats()["live"] > 0
+    gate.open()
+    copy_stream(simulation).synchronize()
+    assert nothing_in_flight(simulation)
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.gpu
+def test_a_checksum_comes_after_the_current_stream():
+    where = torch.device("cuda:0")
+    x = torch.zeros(64, device=where)
+    assert streamlap.checksum(x) == streamlap.checksum(torch.zeros(64))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = current_stream(place_of(where)).gate()
+        x.add_(1)
+        opener = threading.Timer(MOMENT, gate.open)
+        opener.start()
+        assert streamlap.checksum(x) == streamlap.checksum(torch.ones(64))
+        opener.join()
+
+
+def test_what_is_packed_for_a_count_is_kept(simulation):
+    array = np.full(64, 1.0, np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+    transfer = to_cpu(torch._neg_view(torch.from_numpy(array)), nonfinite=True)
+    del array
+    gc.collect()
+    assert alive() is not None
+    gate.open()
+    assert torch.equal(transfer.result(), torch.full((64,), -1.0))
+    assert transfer.nonfinite() == 0
 
 
 @pytest.mark.gpu

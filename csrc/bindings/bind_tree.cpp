@@ -96,24 +96,26 @@ void add_to(TransferRequest& request, const PyMove& given, std::optional<float> 
   }
 }
 
-std::unique_ptr<PyTransfer> submit_moves(const std::shared_ptr<CopyEngine>& engine, int device,
-                                         bool to_device, const std::vector<PyMove>& given,
-                                         const std::vector<const PyStream*>& after,
-                                         std::optional<float> scale, const py::object& keep_source,
-                                         const py::object& keep_destination, bool timed,
-                                         bool traced) {
+TransferRequest request_for(const CopyEngine& engine, int device, bool to_device,
+                            const std::vector<const PyStream*>& after,
+                            const py::object& keep_source, const py::object& keep_destination) {
   TransferRequest request;
   request.device = device;
   request.direction = to_device ? Direction::to_device : Direction::to_host;
-  request.after = streams_of(*engine, after);
-  request.timed = timed;
-  request.traced = traced;
+  request.after = streams_of(engine, after);
   request.keep_source = share(keep_source);
   request.keep_destination = share(keep_destination);
+  return request;
+}
+
+// Without the interpreter's lock: lets `fill` say what is moved, and starts it.
+template <class Fill>
+std::unique_ptr<PyTransfer> submitted(const std::shared_ptr<CopyEngine>& engine,
+                                      TransferRequest request, Fill&& fill) {
   std::shared_ptr<Transfer> transfer;
   {
     GilRelease released;
-    for (const PyMove& move : given) add_to(request, move, scale);
+    fill(request);
     try {
       transfer = engine->submit(std::move(request));
     } catch (...) {
@@ -124,18 +126,42 @@ std::unique_ptr<PyTransfer> submit_moves(const std::shared_ptr<CopyEngine>& engi
   return std::make_unique<PyTransfer>(engine, std::move(transfer));
 }
 
-// Adds the sums of a checksum of `bytes` bytes to the work of a stream: a number for each block.
-void checksum(const PyStream& stream, std::uintptr_t data, std::size_t bytes, std::uintptr_t sums,
-              unsigned blocks, unsigned threads) {
-  auto move = std::make_shared<moves::Move>();
-  move->way = Way::checksum;
-  move->pieces.push_back({reinterpret_cast<std::byte*>(data), 0, bytes, 0, 0});
-  move->counts = reinterpret_cast<std::uint64_t*>(sums);
-  move->grid = {blocks, threads};
-  moves::number_tiles(*move);
-  moves::check(*move);
-  GilRelease released;
-  stream.runtime->move(std::move(move), stream.ref);
+std::unique_ptr<PyTransfer> submit_moves(const std::shared_ptr<CopyEngine>& engine, int device,
+                                         bool to_device, const std::vector<PyMove>& given,
+                                         const std::vector<const PyStream*>& after,
+                                         std::optional<float> scale, const py::object& keep_source,
+                                         const py::object& keep_destination, bool timed,
+                                         bool traced) {
+  TransferRequest request =
+      request_for(*engine, device, to_device, after, keep_source, keep_destination);
+  request.timed = timed;
+  request.traced = traced;
+  return submitted(engine, std::move(request), [&](TransferRequest& filled) {
+    for (const PyMove& move : given) add_to(filled, move, scale);
+  });
+}
+
+// The sums of a checksum, one for each block, as a transfer of its own.
+std::unique_ptr<PyTransfer> submit_checksum(const std::shared_ptr<CopyEngine>& engine, int device,
+                                            std::uintptr_t data, std::size_t bytes,
+                                            std::uintptr_t sums, unsigned blocks, unsigned threads,
+                                            const std::vector<const PyStream*>& after,
+                                            const py::object& keep_source,
+                                            const py::object& keep_destination) {
+  TransferRequest request =
+      request_for(*engine, device, false, after, keep_source, keep_destination);
+  return submitted(engine, std::move(request), [&](TransferRequest& filled) {
+    auto move = std::make_shared<moves::Move>();
+    move->way = Way::checksum;
+    move->pieces.push_back({reinterpret_cast<std::byte*>(data), 0, bytes, 0, 0});
+    move->counts = reinterpret_cast<std::uint64_t*>(sums);
+    move->grid = {blocks, threads};
+    moves::number_tiles(*move);
+    moves::check(*move);
+    filled.items.push_back({move->counts, move->pieces[0].far, blocks * sizeof(std::uint64_t),
+                            sizeof(std::uint64_t), nullptr});
+    filled.moves.push_back(std::move(move));
+  });
 }
 
 }  // namespace
@@ -150,7 +176,10 @@ void bind_tree(py::module_& module) {
       .def_property_readonly("offsets", &TreePlan::offsets)
       .def_property_readonly("range_bytes", &TreePlan::range_bytes)
       .def_property_readonly("counts", &TreePlan::counts);
-  module.def("checksum", &checksum);
+  module.def("submit_checksum", &submit_checksum, py::arg("engine"), py::kw_only(),
+             py::arg("device"), py::arg("data"), py::arg("nbytes"), py::arg("sums"),
+             py::arg("blocks"), py::arg("threads"), py::arg("after"), py::arg("keep_source"),
+             py::arg("keep_destination"));
   module.def("checksum_of",
              [](std::uint64_t sum, std::uint64_t bytes) { return moves::checksum_of(sum, bytes); });
   module.def("submit_moves", &submit_moves, py::arg("engine"), py::kw_only(), py::arg("device"),

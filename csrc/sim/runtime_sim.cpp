@@ -447,7 +447,7 @@ void SimRuntime::begin_bytes(Op& op) {
 
 void SimRuntime::end_bytes(Op& op) {
   if (op.kind == Op::Kind::copy) {
-    std::memcpy(op.dst, op.read.data(), op.bytes);
+    if (op.bytes > 0) std::memcpy(op.dst, op.read.data(), op.bytes);
   } else {
     moves::run(*op.own);
   }

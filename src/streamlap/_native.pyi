@@ -152,9 +152,19 @@ class TreePlan:
     @property
     def counts(self) -> int: ...
 
-def checksum(
-    stream: Stream, data: int, nbytes: int, sums: int, blocks: int, threads: int, /
-) -> None: ...
+def submit_checksum(
+    engine: Engine,
+    *,
+    device: int,
+    data: int,
+    nbytes: int,
+    sums: int,
+    blocks: int,
+    threads: int,
+    after: list[Stream],
+    keep_source: Any,
+    keep_destination: Any,
+) -> Transfer: ...
 def checksum_of(total: int, nbytes: int, /) -> int: ...
 def submit_moves(
     engine: Engine,

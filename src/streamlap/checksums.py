@@ -46,13 +46,23 @@ def checksum(tensor: Any) -> int:
     nbytes = data.numel() * data.itemsize
     if not nbytes:
         return _native.checksum_of(0, 0)
-    # On a device in the producer's own stream, so that what was packed there dies there.
-    stream = producer or place.engine.copy_stream(place.index, False)
     block = pool_for(place)._allocate(8 * BLOCKS)
-    threads = policy().move_threads
-    _native.checksum(stream, data.data_ptr(), nbytes, block.address, BLOCKS, threads)
-    stream.record().synchronize()  # site: checksums.wait
-    if place.checked:
-        place.runtime.host_reads(block.address, 8 * BLOCKS)
+    native = _native.submit_checksum(
+        place.engine,
+        device=place.index,
+        data=data.data_ptr(),
+        nbytes=nbytes,
+        sums=block.address,
+        blocks=BLOCKS,
+        threads=policy().move_threads,
+        after=[] if producer is None else [producer],  # site: checksums.after
+        keep_source=data,  # site: checksums.keep_source
+        keep_destination=block,  # site: checksums.keep_destination
+    )
+    _wait(native)
     total = sum(memoryview(block)[: 8 * BLOCKS].cast("Q"))
     return _native.checksum_of(total % (1 << 64), nbytes)
+
+
+def _wait(native: _native.Transfer) -> None:
+    native.sync()  # site: checksums.wait
