@@ -5,6 +5,7 @@ not happened, every time. tests/python_mutants.py leaves out one at a time.
 """
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -237,6 +238,10 @@ def test_a_checksum_is_waited_for(simulation):
     assert streamlap.checksum(numbers()) != streamlap.checksum(numbers(start=1))
 
 
+def all_gone(references):
+    return all(reference() is None for reference in references)
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
     arrays = [np.full(64, float(i), np.float32) for i in range(9)]
@@ -262,7 +267,7 @@ def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
         copy_stream(simulation).synchronize()
         # What torch copies on a worker lets go of its ends on the watch thread, a little later.
         assert eventually(lambda: nothing_in_flight(simulation))
-        assert eventually(lambda: all(array() is None for array in alive))
+        assert eventually(functools.partial(all_gone, alive))
         arrays = [np.full(64, float(i), np.float32) for i in range(9)]
         alive = [weakref.ref(array) for array in arrays]
 
