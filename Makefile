@@ -53,6 +53,7 @@ gpu: ## on a machine with a GPU: build, C++ and GPU tests, mutants, memcheck, de
 	$(PYTHON) setup.py -q ctest
 	$(PYTHON) -m pytest tests -m gpu --require-gpu -q $(PYTEST_ARGS)
 	$(PYTHON) tests/gpu_memcheck.py --under
+	$(PYTHON) tests/gpu_kernels.py
 	$(PYTHON) -m streamlap demo
 	$(PYTHON) setup.py -q mutants
 	$(PYTHON) tests/mutants.py --cuda

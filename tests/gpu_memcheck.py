@@ -68,6 +68,19 @@ def work() -> None:
         assert torch.equal(y.cpu(), back[name]), name
     into = torch.zeros(66, 33, device=where)[::2]
     assert torch.equal(streamlap.to_device(x.cpu(), where, out=into).result(), x)
+    # Kernels: many leaves, casts, counts, and the way back.
+    many = [long[first : first + first % 70] for first in range(200)]
+    plan = streamlap.TreeCopy(like=many)
+    for result in (streamlap.to_cpu(many).result(), plan(many).result()):
+        assert all(torch.equal(y, leaf.cpu()) for y, leaf in zip(result, many, strict=True))
+    again = streamlap.to_device(result, where, out=[torch.empty_like(leaf) for leaf in many])
+    assert all(torch.equal(y, leaf) for y, leaf in zip(again.result(), many, strict=True))
+    halves = streamlap.to_cpu(many, dtype=torch.bfloat16, nonfinite=True)
+    assert all(
+        torch.equal(y, leaf.cpu().bfloat16()) for y, leaf in zip(halves.result(), many, strict=True)
+    )
+    assert halves.nonfinite() == 0
+    assert streamlap.checksum(long) == streamlap.checksum(long.cpu())
     streamlap.synchronize()
 
 

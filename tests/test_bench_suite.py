@@ -28,6 +28,10 @@ SMALL = {
     "torch.cat, one copy, ready",
     "to_cpu(list)",
 }
+TREES = {
+    *("copy_ each, ready", "torch.cat, one copy, ready"),
+    *("to_cpu(list)", "TreeCopy", "TreeCopy, ready"),
+}
 CALLS = {".to(copy=True)", "to_cpu"}
 HOOKS = {"hooks by hand, ready", ".cpu() afterwards", "stream_gradients"}
 STEP = {*HOOKS, "forward and backward alone", "non_blocking afterwards"}
@@ -98,6 +102,10 @@ def test_every_group_that_means_something_on_a_cpu_has_its_rows(document):
         *[("pinned", MEMORY), ("pinned", {*MEMORY, "prewarm"}), ("pinned", MEMORY)],
         *[("small", SMALL)] * 3,
         ("small", CALLS),
+        *[("kernels", TREES)] * 4,
+        ("kernels", {"to(dtype), copy_ each, ready", "to_cpu(dtype=)", "TreeCopy(dtype=), ready"}),
+        ("kernels", {"contiguous(), copy_, ready", "to_cpu(out=)"}),
+        ("kernels", {"copy_ each", "to_device(out=)"}),
         ("gradients", {*STEP, "copies alone"}),
         ("gradients", STEP),
         ("gradients", {*HOOKS, "backward alone"}),
@@ -124,7 +132,9 @@ def test_ratios_are_to_the_limit_or_to_the_best_peer(document):
             best = min(row["seconds"] for row in table["rows"] if row["kind"] == "peer")
         assert table["reference_seconds"] == best
         ours = [row["row"] for row in table["rows"] if row["kind"] == "ours"]
-        assert len(ours) == 1 + ("prewarm" in ours) + ("stream_gradients(free=True)" in ours)
+        more = sum(name.startswith("TreeCopy") for name in ours)
+        more += ("prewarm" in ours) + ("stream_gradients(free=True)" in ours)
+        assert len(ours) == 1 + more
 
 
 def test_a_document_says_what_it_was_measured_on(document):

@@ -100,6 +100,27 @@ def converted(p: Program) -> None:
     same(streamlap.to_cpu(x.t()[::2], dtype=torch.float64).result(), x.cpu().t()[::2].double())
 
 
+def gathered(p: Program) -> None:
+    xs = [p.source(seed) for seed in range(9)]
+    for got, x in zip(streamlap.to_cpu(xs).result(), xs, strict=True):
+        same(got, x.cpu())
+
+
+def prepared(p: Program) -> None:
+    xs = [p.source(seed) for seed in range(3)]
+    copy = streamlap.TreeCopy(like=xs, dtype=torch.bfloat16, nonfinite=True)
+    transfer = copy(xs)
+    assert transfer.nonfinite() == 0
+    result = transfer.result()
+    for got, x in zip(copy(xs, out=result).result(), xs, strict=True):
+        same(got, x.cpu().bfloat16())
+
+
+def summed(p: Program) -> None:
+    x = p.source()
+    assert streamlap.checksum(x) == streamlap.checksum(x.clone())
+
+
 def protected(p: Program) -> None:
     x = p.source()
     value = x.cpu().clone()
@@ -212,7 +233,21 @@ def offloaded(p: Program) -> None:
 
 
 PROGRAMS = [
-    *(plain, tree, items, chunks, ordinary, given, converted, protected, abandoned, to_device),
+    *(
+        plain,
+        tree,
+        items,
+        chunks,
+        ordinary,
+        given,
+        converted,
+        gathered,
+        prepared,
+        summed,
+        protected,
+        abandoned,
+        to_device,
+    ),
     *(converted_to_device, pipelined, pipelined_fn, pipelined_later, pipelined_out, mapped),
     *(mapped_half, d2l, parallel, synchronized, prefetched, prefetched_half, offloaded),
 ]

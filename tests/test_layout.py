@@ -9,13 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAY_KNOW = {
     "base": set(),
-    "runtime": {"base"},
-    "host": {"runtime", "base"},
-    "cuda": {"runtime", "base"},
-    "sim": {"runtime", "base"},
-    "check": {"runtime", "base"},
-    "transfer": {"runtime", "base"},
-    "bindings": {"transfer", "check", "sim", "runtime", "base"},
+    "moves": {"base"},
+    "runtime": {"moves", "base"},
+    "host": {"runtime", "moves", "base"},
+    "cuda": {"runtime", "moves", "base"},
+    "sim": {"runtime", "moves", "base"},
+    "check": {"runtime", "moves", "base"},
+    "transfer": {"runtime", "moves", "base"},
+    "bindings": {"transfer", "check", "sim", "runtime", "moves", "base"},
 }
 # Headers from outside, and the one folder that may include them (None: no folder may).
 CUDA = r"cuda|cublas|cub/|thrust/|nvtx|cooperative_groups|driver_types\.h|vector_types\.h"
@@ -37,7 +38,8 @@ ORDERING_ARGUMENTS = {"after", "keep_source", "keep_destination", "staged", "fin
 ORDERING_MODULES = {
     *("transfer", "copies", "lanes", "plan_host", "plan_device", "product", "pipeline"),
     *("mapping", "batch", "pinned", "group", "devices", "direct", "grouped"),
-    *("panels", "plan", "graphs", "static_memory", "host_products"),
+    *("panels", "plan", "graphs", "static_memory", "host_products", "moving", "tree_copy"),
+    "checksums",
     *("training/prefetch", "training/activations", "training/offloaded", "training/pace"),
     *("training/gradients", "training/ddp", "training/step", "training/arrival", "training/passes"),
 }

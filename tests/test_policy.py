@@ -69,7 +69,9 @@ def test_every_field_can_be_set():
 
 
 def test_an_unknown_name_is_told_what_there_is():
-    with pytest.raises(streamlap.InvalidArgument, match="no 'chunks'; there is chunk_bytes, depth"):
+    with pytest.raises(
+        streamlap.InvalidArgument, match="no 'chunks'; there is cast_blocks, chunk_bytes, depth"
+    ):
         configure(chunks=3)
 
 

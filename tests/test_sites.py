@@ -5,6 +5,7 @@ not happened, every time. tests/python_mutants.py leaves out one at a time.
 """
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -19,6 +20,7 @@ from helpers.streams import MOMENT, PATIENCE, CopySide, eventually
 import streamlap
 from streamlap import (
     batch,
+    checksums,
     direct,
     grouped,
     observe,
@@ -30,9 +32,11 @@ from streamlap import (
     product,
     to_cpu,
     to_device,
+    watch,
 )
 from streamlap.arrays import as_source
 from streamlap.batch import Copied
+from streamlap.devices import current_stream, place_of
 from streamlap.group import TransferGroup
 
 SCHEDULES = ("lazy", "eager", "starve(0)", "starve(1)", "random(1)")
@@ -194,6 +198,194 @@ def test_every_leaf_of_a_tree_is_borrowed(simulation):
         transfer.result()
 
 
+# -- many leaves at once
+
+MOVES = {
+    "to_cpu": lambda tree, **how: to_cpu(tree, chunk_bytes=1 << 20, **how),
+    "usual": to_cpu,
+    "plan": lambda tree, **how: streamlap.TreeCopy(like=tree)(tree, **how),
+}
+
+
+@pytest.fixture(params=MOVES)
+def move(request):
+    def moved(tree, **how):
+        transfer = MOVES[request.param](tree, **how)
+        # Not stats(): it asks whether the copy is done, and then the sources are the caller's.
+        assert [part.path for part in transfer._all_parts()] == ["gather"]
+        return transfer
+
+    return moved
+
+
+def test_a_count_is_waited_for(simulation, move):
+    sources = [numbers() for _ in range(9)]
+    sources[3][5] = math.inf
+    assert move(sources).result()[3][5] == math.inf
+    assert to_cpu(sources, nonfinite=True).nonfinite() == 1
+
+
+def test_every_leaf_that_is_moved_is_borrowed(simulation, move):
+    sources = [numbers() for _ in range(9)]
+    transfer = move(sources)
+    sources[7].add_(1)
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
+def test_a_protected_tree_may_be_written_at_once(simulation, move):
+    sources = [numbers() for _ in range(9)]
+    transfer = move(sources, protect=True)
+    for source in sources:
+        source.fill_(-1)
+    assert all(torch.equal(leaf, numbers()) for leaf in transfer.result())
+
+
+def test_a_move_comes_after_its_stream(simulation, move):
+    stream = simulation.place(0).runtime.stream(0, "compute")
+    gate = stream.gate()
+    transfer = move([numbers() for _ in range(9)], stream=stream)
+    with pytest.raises(streamlap.TransferTimeout):
+        transfer.result(MOMENT)
+    gate.open()
+    assert all(torch.equal(leaf, numbers()) for leaf in transfer.result())
+
+
+def test_a_checksum_is_waited_for(simulation):
+    assert streamlap.checksum(numbers()) == streamlap.checksum(numbers())
+    assert streamlap.checksum(numbers()) != streamlap.checksum(numbers(start=1))
+
+
+def all_gone(references):
+    return all(reference() is None for reference in references)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_a_move_needs_lives_although_nobody_holds_it(simulation, step):
+    arrays = [np.full(64, float(i), np.float32) for i in range(9)]
+    alive = [weakref.ref(array) for array in arrays]
+    for copy in (
+        lambda tree: to_cpu(tree, nonfinite=True),
+        to_cpu,
+        streamlap.TreeCopy(like=[torch.from_numpy(a)[::step] for a in arrays], nonfinite=True),
+    ):
+        sources = [torch.from_numpy(array)[::step] for array in arrays]
+        gate = copy_stream(simulation).gate()
+        before = simulation.pool.stats()["live"]
+        transfer = copy(sources)
+        held = simulation.pool.stats()["live"]
+        assert held >= before + 9 * 64 * 4 // step
+        del transfer, sources
+        kept, arrays = arrays, None
+        del kept
+        gc.collect()
+        assert simulation.pool.stats()["live"] == held
+        assert all(array() is not None for array in alive)
+        gate.open()
+        copy_stream(simulation).synchronize()
+        # What torch copies on a worker lets go of its ends on the watch thread, a little later.
+        assert eventually(lambda: nothing_in_flight(simulation))
+        assert eventually(functools.partial(all_gone, alive))
+        arrays = [np.full(64, float(i), np.float32) for i in range(9)]
+        alive = [weakref.ref(array) for array in arrays]
+
+
+def test_what_a_checksum_reads_lives_although_the_call_was_interrupted(simulation, monkeypatch):
+    def interrupted(_native):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checksums, "_wait", interrupted)
+    array = np.full(64, 1.0, np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+    with contextlib.suppress(KeyboardInterrupt):
+        streamlap.checksum(torch.from_numpy(array))
+    del array
+    gc.collect()
+    assert alive() is not None
+    assert simulation.pool.stats()["live"] > 0
+    gate.open()
+    copy_stream(simulation).synchronize()
+    assert nothing_in_flight(simulation)
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.gpu
+def test_a_checksum_comes_after_the_current_stream():
+    where = torch.device("cuda:0")
+    x = torch.zeros(64, device=where)
+    assert streamlap.checksum(x) == streamlap.checksum(torch.zeros(64))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = current_stream(place_of(where)).gate()
+        x.add_(1)
+        opener = threading.Timer(MOMENT, gate.open)
+        opener.start()
+        assert streamlap.checksum(x) == streamlap.checksum(torch.ones(64))
+        opener.join()
+
+
+def test_what_is_packed_for_a_count_is_kept(simulation):
+    array = np.full(64, 1.0, np.float32)
+    alive = weakref.ref(array)
+    gate = copy_stream(simulation).gate()
+    transfer = to_cpu(torch._neg_view(torch.from_numpy(array)), nonfinite=True)
+    del array
+    gc.collect()
+    assert alive() is not None
+    gate.open()
+    assert torch.equal(transfer.result(), torch.full((64,), -1.0))
+    assert transfer.nonfinite() == 0
+
+
+@pytest.mark.gpu
+def test_many_leaves_of_a_gpu_come_after_the_current_stream():
+    where = torch.device("cuda:0")
+    sources = [torch.zeros(64, device=where) for _ in range(9)]
+    to_cpu(sources).result()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = current_stream(place_of(where)).gate()
+        for source in sources:
+            source.add_(1)
+        transfer = to_cpu(sources)
+        with pytest.raises(streamlap.TransferTimeout):
+            transfer.result(MOMENT)
+        gate.open()
+        assert all(bool((leaf == 1).all()) for leaf in transfer.result())
+
+
+@pytest.mark.gpu
+def test_a_source_that_is_read_by_a_kernel_on_its_way_to_a_device_is_borrowed():
+    source = streamlap.empty_pinned(64, torch.bfloat16).fill_(1)
+    to_device(source, "cuda:0", dtype=torch.float32).result()
+    torch.cuda.synchronize()
+    gate = CopySide("cuda:0", to_device=True).hold()
+    transfer = to_device(source, "cuda:0", dtype=torch.float32)
+    source.add_(1)
+    gate.open()
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
+@pytest.mark.gpu
+def test_a_kernel_writes_after_what_the_consumer_s_stream_still_reads():
+    source = streamlap.empty_pinned(64, torch.bfloat16).fill_(1)
+    out = torch.zeros(64, device="cuda:0")
+    to_device(source, "cuda:0", out=out, dtype=torch.float32).result()
+    out.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        place = place_of(torch.device("cuda:0"))
+        gate = current_stream(place).gate()
+        transfer = to_device(source, "cuda:0", out=out, dtype=torch.float32)
+        assert transfer.stats()["paths"] == ["scatter"]
+        with pytest.raises(streamlap.TransferTimeout):
+            transfer.result(MOMENT)
+        gate.open()
+        assert bool((transfer.result() == 1).all())
+
+
 # -- what only a GPU reaches, with stand-ins for its streams
 
 
@@ -325,6 +517,7 @@ def test_a_device_destination_behind_a_stage_is_kept():
 
 @pytest.fixture
 def products(simulation, monkeypatch):
+    watch.enter()  # as every public call does: who lets go of what nobody holds is its thread
     stream = simulation.place(0).runtime.stream(0, "compute")
     monkeypatch.setattr(product, "current_handle", lambda index: stream.handle)
     return simulation.place(0), stream, simulation.pool
@@ -417,6 +610,7 @@ def test_panels_keep_what_they_read_and_write(products, simulation):
     assert simulation.pool.stats()["live"] == held > 0
     gate.open()
     copy_stream(simulation).synchronize()
+    assert eventually(lambda: simulation.place(0).engine.abandoned() == 0)
     assert nothing_in_flight(simulation)
 
 

@@ -154,6 +154,9 @@ class Corrupted:
     def result(self, timeout=None):
         return self.change(self.transfer.result(timeout))
 
+    def nonfinite(self):
+        return self.transfer.nonfinite()
+
 
 def break_to_cpu(monkeypatch, change):
     real = streamlap.to_cpu
@@ -163,6 +166,26 @@ def break_to_cpu(monkeypatch, change):
 def break_to_device(monkeypatch, change):
     real = streamlap.to_device
     monkeypatch.setattr(streamlap, "to_device", lambda *a, **k: Corrupted(real(*a, **k), change))
+
+
+def break_plan(monkeypatch, change):
+    real = streamlap.TreeCopy
+
+    def broken(*a, **k):
+        plan = real(*a, **k)
+        return lambda tree: Corrupted(plan(tree), change)
+
+    monkeypatch.setattr(streamlap, "TreeCopy", broken)
+
+
+def break_count(monkeypatch, change):
+    real = streamlap.Transfer.nonfinite
+    monkeypatch.setattr(streamlap.Transfer, "nonfinite", lambda self: change(real(self)))
+
+
+def break_checksum(monkeypatch, change):
+    real = streamlap.checksum
+    monkeypatch.setattr(streamlap, "checksum", lambda x: change(real(x), x))
 
 
 def break_run(monkeypatch, change):
@@ -211,7 +234,7 @@ def not_finite(results):
     return results
 
 
-NUMPY, TENSORS, DEVICE, LARGE, RUN, DISTINCT, MAP = of_part("host")
+NUMPY, TENSORS, DEVICE, LARGE, MOVES, RUN, DISTINCT, MAP = of_part("host")
 FAULTS = [
     (NUMPY, break_to_cpu, one_byte),
     (NUMPY, break_to_cpu, lambda value: value.astype(np.float64)),
@@ -221,6 +244,10 @@ FAULTS = [
     (DEVICE, break_to_device, one_byte),
     (DEVICE, break_to_cpu, one_byte),
     (LARGE, break_to_cpu, one_byte),
+    (MOVES, break_plan, swapped),
+    (MOVES, break_plan, lambda results: [*results[:-1], corrupt(results[-1])]),
+    (MOVES, break_count, lambda count: count - 1),
+    (MOVES, break_checksum, lambda number, x: number ^ isinstance(x, torch.Tensor)),
     (RUN, break_run, wrong_element),
     (RUN, break_run, not_finite),
     (RUN, break_run, short),

@@ -2,7 +2,7 @@
 ``plan(setting)``, which returns its tables. A new group is a file and a name here.
 """
 
-from . import first, gradients, job, ordinary, pinned, small, tiny, two_gpus
+from . import first, gradients, job, kernels, ordinary, pinned, small, tiny, two_gpus
 
 GROUPS = {
     "job": job,
@@ -11,6 +11,7 @@ GROUPS = {
     "pinned": pinned,
     "tiny": tiny,
     "small": small,
+    "kernels": kernels,
     "gradients": gradients,
     "two_gpus": two_gpus,
 }

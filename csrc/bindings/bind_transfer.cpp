@@ -32,14 +32,7 @@ std::unique_ptr<PyTransfer> submit(const std::shared_ptr<CopyEngine>& engine, in
     request.items.push_back({reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src),
                              bytes, element, body.is_none() ? nullptr : as_task(body)});
   }
-  for (const PyStream* stream : after) {
-    if (stream->runtime != engine->runtime()) {
-      throw Error(ErrorKind::invalid_argument, std::string("a stream of runtime '") +
-                                                   stream->runtime->name() +
-                                                   "' cannot order a copy of another runtime");
-    }
-    request.after.push_back(stream->ref);
-  }
+  request.after = streams_of(*engine, after);
   request.policy.chunk_bytes = chunk_bytes;
   request.staged = staged;
   for (std::size_t index : fresh) request.items.at(index).fresh = true;
@@ -151,6 +144,21 @@ Times times_of(const TransferMarks& marks, const PyEvent& base, double base_time
 }
 
 }  // namespace
+
+std::vector<StreamRef> streams_of(const CopyEngine& engine,
+                                  const std::vector<const PyStream*>& streams) {
+  std::vector<StreamRef> refs;
+  refs.reserve(streams.size());
+  for (const PyStream* stream : streams) {
+    if (stream->runtime != engine.runtime()) {
+      throw Error(ErrorKind::invalid_argument, std::string("a stream of runtime '") +
+                                                   stream->runtime->name() +
+                                                   "' cannot order a copy of another runtime");
+    }
+    refs.push_back(stream->ref);
+  }
+  return refs;
+}
 
 double time_of(Runtime& runtime, const EventPtr& event, const PyEvent& base, double base_time) {
   if (!event) return std::numeric_limits<double>::quiet_NaN();

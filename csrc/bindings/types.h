@@ -27,6 +27,10 @@ const char* kind_name(StreamKind kind);
 // same device that was reached at `base_time`. NaN where it cannot be told.
 double time_of(Runtime& runtime, const EventPtr& event, const PyEvent& base, double base_time);
 
+// Those whose work so far a copy of `engine` comes after; streams of another runtime are refused.
+std::vector<StreamRef> streams_of(const CopyEngine& engine,
+                                  const std::vector<const PyStream*>& streams);
+
 // torch's current streams on the devices in use; none for a runtime without device memory.
 std::vector<PyStream> current_streams(const std::shared_ptr<Runtime>& runtime);
 

@@ -23,6 +23,8 @@ constexpr Site rule_state{"check.state_teaches"};
 constexpr Site rule_late_state{"check.state_of_what_is_not_done_teaches_nothing"};
 constexpr Site rule_copy_reads{"check.copy_reads"};
 constexpr Site rule_copy_writes{"check.copy_writes"};
+constexpr Site rule_move_reads{"check.move_reads"};
+constexpr Site rule_move_writes{"check.move_writes"};
 constexpr Site rule_launch{"check.task_knows_its_launcher"};
 constexpr Site rule_marks{"check.marks_of_workers_teach"};
 constexpr Site rule_device_sync{"check.device_sync_teaches"};
@@ -188,6 +190,16 @@ void CheckedRuntime::copy_async(void* dst, const void* src, std::size_t bytes, S
     checker_->stream_access(stream, "a copy's write", dst, bytes, Mode::write);
   }
   inner()->copy_async(dst, src, bytes, stream);
+}
+
+void CheckedRuntime::move(moves::MovePtr move, StreamRef stream) {
+  checker_->issue(stream, no_site);
+  for (const moves::Access& access : moves::accesses_of(*move)) {
+    if (dropped(access.writes ? rule_move_writes : rule_move_reads)) continue;
+    checker_->stream_access(stream, access.writes ? "a move's write" : "a move's read", access.data,
+                            access.bytes, access.writes ? Mode::write : Mode::read);
+  }
+  inner()->move(std::move(move), stream);
 }
 
 void CheckedRuntime::launch(std::function<void()> task, StreamRef stream) {

@@ -18,6 +18,7 @@ enum class Call {
   stream_create,
   event_create,
   copy_async,
+  move,
   launch,
   event_record,
   stream_wait,
@@ -33,13 +34,17 @@ enum class Call {
   stream_sync,
   device_sync,
 };
-inline constexpr std::size_t calls = 19;
-inline constexpr std::array<const char*, calls> call_names = {
-    "alloc_pinned",       "alloc_device", "stream_create",    "event_create",
-    "copy_async",         "launch",       "event_record",     "stream_wait",
-    "stream_reset_error", "event_query",  "stream_capturing", "stream_idle",
-    "event_elapsed",      "event_time",   "mark_workers",     "idle",
-    "event_sync",         "stream_sync",  "device_sync"};
+inline constexpr std::size_t calls = 20;
+inline constexpr std::array<const char*, calls> call_names = {"alloc_pinned",  "alloc_device",
+                                                              "stream_create", "event_create",
+                                                              "copy_async",    "move",
+                                                              "launch",        "event_record",
+                                                              "stream_wait",   "stream_reset_error",
+                                                              "event_query",   "stream_capturing",
+                                                              "stream_idle",   "event_elapsed",
+                                                              "event_time",    "mark_workers",
+                                                              "idle",          "event_sync",
+                                                              "stream_sync",   "device_sync"};
 
 enum class Mode {
   once,       // this call fails, the next ones do not

@@ -105,6 +105,11 @@ void FaultyRuntime::copy_async(void* dst, const void* src, std::size_t bytes, St
   if (!poisoned(stream)) ProxyRuntime::copy_async(dst, src, bytes, stream);
 }
 
+void FaultyRuntime::move(moves::MovePtr move, StreamRef stream) {
+  enqueue(Call::move, stream);
+  if (!poisoned(stream)) ProxyRuntime::move(std::move(move), stream);
+}
+
 void FaultyRuntime::launch(std::function<void()> task, StreamRef stream) {
   enqueue(Call::launch, stream);
   // One that is skipped still dies in its turn.

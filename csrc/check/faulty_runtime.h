@@ -47,6 +47,7 @@ class FaultyRuntime final : public ProxyRuntime {
   double event_elapsed(const Event& begin, const Event& end) override;
   double event_time(const Event& event) override;
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
+  void move(moves::MovePtr move, StreamRef stream) override;
   void launch(std::function<void()> task, StreamRef stream) override;
   std::vector<EventPtr> mark_workers(int device) override;
   void device_sync(int device) override;

@@ -9,6 +9,7 @@
 #include "cuda/context.h"
 #include "cuda/cuda_event.h"
 #include "cuda/kernels/gate.h"
+#include "cuda/kernels/moves.h"
 #include "runtime/host_gate.h"
 
 namespace streamlap {
@@ -67,11 +68,33 @@ bool wait_for(const Recording& recording, std::chrono::nanoseconds timeout) {
   }
 }
 
+// What a kernel on `device` calls this memory. Refused is what it cannot reach: a fault of a kernel
+// would be the end of the context.
+template <class T>
+T* reachable(T* pointer, int device, const char* what) {
+  cudaPointerAttributes attributes;
+  check(cudaPointerGetAttributes(&attributes, pointer), "cudaPointerGetAttributes", what);
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != device) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(what) + " is memory of device " + std::to_string(attributes.device) +
+                    ", and the stream is one of device " + std::to_string(device));
+  }
+  if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(what) + " is ordinary memory, which a kernel cannot reach");
+  }
+  return static_cast<T*>(attributes.devicePointer);
+}
+
 class CudaGate final : public Gate {
  public:
   explicit CudaGate(StreamRef stream) {
     DeviceGuard guard(stream.device);
     check(cuda::load_gate(), "loading the gate kernel");
+    for (auto load : {cuda::load_gather, cuda::load_scatter, cuda::load_cast, cuda::load_strided,
+                      cuda::load_checksum}) {
+      check(load(), "loading the kernels that move");
+    }
     void* memory = nullptr;
     check(cudaHostAlloc(&memory, sizeof(unsigned), cudaHostAllocPortable | cudaHostAllocMapped),
           "cudaHostAlloc", "gate");
@@ -344,6 +367,34 @@ void CudaRuntime::copy_async(void* dst, const void* src, std::size_t bytes, Stre
   DeviceGuard guard(stream.device);
   check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, native(stream)), "cudaMemcpyAsync",
         std::to_string(bytes) + " bytes, " + where(stream));
+}
+
+void CudaRuntime::move(moves::MovePtr move, StreamRef stream) {
+  if (stream.kind == StreamKind::host) {
+    throw Error(ErrorKind::invalid_argument, "a move needs a CUDA stream, not a host stream");
+  }
+  DeviceGuard guard(stream.device);
+  const bool sums = move->way == moves::Way::checksum;
+  std::byte* base = sums ? nullptr : reachable(move->base, stream.device, "the range of a move");
+  // One stands for all: its neighbours are of the same device, as callers have made sure.
+  reachable(move->pieces.front().far, stream.device, "a piece of a move");
+  const bool casts = move->from != moves::Element::bytes;
+  std::uint64_t* counts = nullptr;
+  if (move->tells()) counts = reachable(move->counts, stream.device, "the count of a move");
+  cudaError_t status = cudaSuccess;
+  if (sums) {
+    status = cuda::launch_checksum(*move, counts, native(stream));
+  } else if (move->layout) {
+    status = cuda::launch_strided(*move, base, counts, native(stream));
+  } else if (casts) {
+    status = cuda::launch_cast(*move, base, counts, native(stream));
+  } else if (move->way == moves::Way::gather) {
+    status = cuda::launch_gather(*move, base, native(stream));
+  } else {
+    status = cuda::launch_scatter(*move, base, native(stream));
+  }
+  check(status, "launching a move",
+        std::to_string(move->pieces.size()) + " pieces, " + where(stream));
 }
 
 void CudaRuntime::launch(std::function<void()> task, StreamRef stream) {

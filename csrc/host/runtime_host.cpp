@@ -145,6 +145,10 @@ void HostRuntime::copy_async(void* dst, const void* src, std::size_t bytes, Stre
   }
 }
 
+void HostRuntime::move(moves::MovePtr move, StreamRef stream) {
+  worker(stream).task([move = std::move(move)] { moves::run(*move); });
+}
+
 void HostRuntime::launch(std::function<void()> task, StreamRef stream) {
   worker(stream).task(std::move(task));
 }

@@ -39,6 +39,7 @@ class HostRuntime final : public Runtime {
   double event_elapsed(const Event& begin, const Event& end) override;
   double event_time(const Event& event) override;
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
+  void move(moves::MovePtr move, StreamRef stream) override;
   void launch(std::function<void()> task, StreamRef stream) override;
   std::unique_ptr<Gate> gate(StreamRef stream) override;
   std::vector<EventPtr> mark_workers(int device) override;

@@ -75,6 +75,10 @@ class ProxyRuntime : public Runtime {
     before("copy_async");
     inner_->copy_async(dst, src, bytes, stream);
   }
+  void move(moves::MovePtr move, StreamRef stream) override {
+    before("move");
+    inner_->move(std::move(move), stream);
+  }
   void launch(std::function<void()> task, StreamRef stream) override {
     before("launch");
     inner_->launch(std::move(task), stream);

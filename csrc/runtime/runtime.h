@@ -22,6 +22,7 @@
 
 #include "base/errors.h"
 #include "base/site.h"
+#include "moves/move.h"
 
 namespace streamlap {
 
@@ -140,6 +141,9 @@ class Runtime {
   // Ordinary memory on CUDA: may block. On a stream of kind host: its thread copies, and both
   // ranges are host memory.
   virtual void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) = 0;
+  // Many copies at once, perhaps with a cast. `move` has passed moves::check(). Its range is
+  // page-locked memory or the stream's device's; on CUDA the far sides are the device's.
+  virtual void move(moves::MovePtr move, StreamRef stream) = 0;
   // Runs a callable in order with the stream's work. CUDA: on streams of kind host only.
   virtual void launch(std::function<void()> task, StreamRef stream) = 0;
 

@@ -71,13 +71,15 @@ struct SimRuntime::GateState {
 };
 
 struct SimRuntime::Op {
-  enum class Kind { task, copy, wait, record, reset, gate };
+  enum class Kind { task, copy, move, wait, record, reset, gate };
   Kind kind = Kind::task;
   double issued = 0;
   std::function<void()> body;
   std::byte* dst = nullptr;
   const std::byte* src = nullptr;
   std::size_t bytes = 0;
+  moves::MovePtr move;
+  moves::MovePtr own;  // that, from what the sources held at the start
   MarkPtr mark;
   std::shared_ptr<GateState> gate;
   bool started = false;
@@ -272,6 +274,32 @@ void SimRuntime::copy_async(void* dst, const void* src, std::size_t bytes, Strea
   issue(lock, on, std::move(op));
 }
 
+void SimRuntime::move(moves::MovePtr move, StreamRef stream) {
+  Stream& on = stream_of(stream);
+  if (options_.device_rules && stream.kind == StreamKind::host) {
+    throw Error(ErrorKind::invalid_argument, "a move needs a device's stream, not a host stream");
+  }
+  Op op;
+  op.kind = Op::Kind::move;
+  // For what it costs: where it goes, and what travels.
+  const moves::Piece& first = move->pieces.front();
+  if (move->way == moves::Way::checksum) {
+    op.dst = reinterpret_cast<std::byte*>(move->counts);
+    op.src = first.far;
+  } else {
+    const moves::Sides sides = moves::sides_of(first, move->base, move->way == moves::Way::gather);
+    op.dst = sides.dst;
+    op.src = sides.src;
+  }
+  for (const moves::Access& access : moves::accesses_of(*move)) {
+    // What is on the side of the one range; of a checksum what is read.
+    if (access.writes == (move->way == moves::Way::gather)) op.bytes += access.bytes;
+  }
+  op.move = std::move(move);
+  Lock lock(mutex_);
+  issue(lock, on, std::move(op));
+}
+
 void SimRuntime::launch(std::function<void()> task, StreamRef stream) {
   Stream& on = stream_of(stream);
   if (options_.device_rules && stream.kind != StreamKind::host) {
@@ -375,7 +403,7 @@ bool SimRuntime::step(Lock& lock, double until, bool callables) {
   if (open.empty()) return false;
   const std::size_t picked = strategy_->pick(open);
   if (!finished_) decisions_.push_back(static_cast<int>(open[picked].stream));
-  move(lock, *streams_[open[picked].stream]);
+  advance(lock, *streams_[open[picked].stream]);
   changed_.notify_all();
   return true;
 }
@@ -405,7 +433,28 @@ double* SimRuntime::engine_of(const Op& op, const Stream& stream) {
   return &engines_[{stream.ref.device, from ? 0 : 1}];
 }
 
-void SimRuntime::move(Lock& lock, Stream& stream) {
+// What the source holds now is what arrives; until it does, nobody may read the destination.
+void SimRuntime::begin_bytes(Op& op) {
+  if (op.kind == Op::Kind::copy) {
+    op.read.assign(op.src, op.src + op.bytes);
+    std::memset(op.dst, unwritten, op.bytes);
+    return;
+  }
+  op.own = std::make_shared<moves::Move>(moves::with_own_sources(*op.move, op.read));
+  for (const moves::Access& access : moves::accesses_of(*op.move)) {
+    if (access.writes) std::memset(access.data, unwritten, access.bytes);
+  }
+}
+
+void SimRuntime::end_bytes(Op& op) {
+  if (op.kind == Op::Kind::copy) {
+    if (op.bytes > 0) std::memcpy(op.dst, op.read.data(), op.bytes);
+  } else {
+    moves::run(*op.own);
+  }
+}
+
+void SimRuntime::advance(Lock& lock, Stream& stream) {
   Op& head = stream.ops.front();
   const double start = start_time(stream, head);
   switch (head.kind) {
@@ -438,7 +487,8 @@ void SimRuntime::move(Lock& lock, Stream& stream) {
       stream.ops.pop_front();
       return;
     }
-    case Op::Kind::copy: {
+    case Op::Kind::copy:
+    case Op::Kind::move: {
       if (stream.error) {
         stream.ops.pop_front();
         return;
@@ -446,14 +496,13 @@ void SimRuntime::move(Lock& lock, Stream& stream) {
       if (!head.started) {
         double* engine = engine_of(head, stream);
         const double begin = engine == nullptr ? start : std::max(start, *engine);
-        head.read.assign(head.src, head.src + head.bytes);
-        std::memset(head.dst, unwritten, head.bytes);
+        begin_bytes(head);
         head.end = begin + cost(head);
         if (engine != nullptr) *engine = head.end;
         head.started = true;
         return;
       }
-      std::memcpy(head.dst, head.read.data(), head.bytes);
+      end_bytes(head);
       stream.free_at = head.end;
       stream.ops.pop_front();
       return;

@@ -94,6 +94,7 @@ class SimRuntime final : public Runtime {
   double event_time(const Event& event) override;
 
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamRef stream) override;
+  void move(moves::MovePtr move, StreamRef stream) override;
   void launch(std::function<void()> task, StreamRef stream) override;
   std::unique_ptr<Gate> gate(StreamRef stream) override;
   std::vector<EventPtr> mark_workers(int device) override;
@@ -123,7 +124,9 @@ class SimRuntime final : public Runtime {
   // What can move, not later than `until`; with or without those that have a callable next.
   std::vector<Choice> choices(double until, bool callables) const;
   bool step(Lock& lock, double until, bool callables = true);
-  void move(Lock& lock, Stream& stream);
+  void advance(Lock& lock, Stream& stream);
+  static void begin_bytes(Op& op);
+  static void end_bytes(Op& op);
   void run_body(Lock& lock, Stream& stream, Op& op);
   double start_time(const Stream& stream, const Op& op) const;
   bool on_device(const std::byte* pointer) const;

@@ -1,5 +1,7 @@
 #include "transfer/copy_engine.h"
 
+#include <limits>
+
 #include "base/process.h"
 #include "runtime/order_lock.h"
 
@@ -31,6 +33,9 @@ constexpr Site site_lock_stagings{"engine.lock_stagings"};
 
 using Keep = std::shared_ptr<void>;
 
+// A chunk size that cuts nothing, and an event after nothing but the last.
+constexpr std::size_t whole = std::numeric_limits<std::size_t>::max();
+
 }  // namespace
 
 ChunkPlan CopyEngine::plan_for(const TransferRequest& request, std::size_t slot_bytes) {
@@ -40,6 +45,7 @@ ChunkPlan CopyEngine::plan_for(const TransferRequest& request, std::size_t slot_
     // A body copies its leaf whole.
     leaves.push_back({item.bytes, item.body ? item.bytes : item.element_bytes});
   }
+  if (!request.moves.empty()) return plan_chunks(leaves, {whole, whole});
   return plan_chunks(leaves,
                      request.staged ? Staging::policy_for(request, slot_bytes) : request.policy);
 }
@@ -187,10 +193,13 @@ void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, Strea
   Runtime& runtime = *transfer.runtime_;
   if (transfer.begin_) runtime.event_record(*transfer.begin_, stream, site_begin);
   const ChunkPlan& plan = transfer.plan_;
+  for (const moves::MovePtr& move : request.moves) runtime.move(move, stream);
   for (std::size_t i = 0; i < plan.chunks.size(); ++i) {
     const Chunk& chunk = plan.chunks[i];
     const CopyItem& item = request.items[chunk.leaf];
-    if (item.body) {
+    if (!request.moves.empty()) {
+      // It is under way.
+    } else if (item.body) {
       runtime.launch(item.body, stream);
     } else {
       runtime.copy_async(static_cast<std::byte*>(item.dst) + chunk.offset,

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "moves/move.h"
 #include "runtime/runtime.h"
 #include "transfer/chunk_plan.h"
 
@@ -28,6 +29,8 @@ struct TransferRequest {
   int device = 0;
   Direction direction = Direction::to_host;
   std::vector<CopyItem> items;
+  // Where there are any, they do what the items say, all at once: these are then destinations only.
+  std::vector<moves::MovePtr> moves;
   // The copies start after what these streams have been given so far: the source's producer, and
   // whoever used the destination before.
   std::vector<StreamRef> after;

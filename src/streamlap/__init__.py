@@ -2,6 +2,7 @@
 
 from streamlap._version import __version__
 from streamlap.benchmark import Benchmark
+from streamlap.checksums import checksum
 from streamlap.copies import copy_to_cpu, to_cpu, to_device
 from streamlap.devices import Device, checking, devices, synchronize, use_runtime
 from streamlap.errors import (
@@ -30,6 +31,7 @@ from streamlap.traces.timeline import Timeline, timeline
 from streamlap.training import ActivationOffload, Prefetcher, offload_activations
 from streamlap.training.gradients import stream_gradients
 from streamlap.transfer import Transfer
+from streamlap.tree_copy import TreeCopy
 
 __all__ = [
     "ActivationOffload",
@@ -56,9 +58,11 @@ __all__ = [
     "Timeline",
     "Transfer",
     "TransferTimeout",
+    "TreeCopy",
     "UnsupportedTensor",
     "__version__",
     "checking",
+    "checksum",
     "configure",
     "copy_to_cpu",
     "devices",

@@ -143,6 +143,56 @@ class Engine:
     def trim_staging(self) -> int: ...
     def abandoned(self) -> int: ...
 
+class TreePlan:
+    def __init__(
+        self,
+        leaves: list[tuple[str, str, int, tuple[int, list[int], list[int]] | None]],
+        *,
+        gathers: bool = True,
+        align: int = 256,
+        offsets: list[int] = ...,
+        range_bytes: int = 0,
+        scale: float | None = None,
+        counts: bool = False,
+        blocks: int = 4,
+        threads: int = 512,
+    ) -> None: ...
+    @staticmethod
+    def of_bytes(sizes: list[int], blocks: int, threads: int, /) -> TreePlan: ...
+    @property
+    def offsets(self) -> list[int]: ...
+    @property
+    def range_bytes(self) -> int: ...
+    @property
+    def counts(self) -> int: ...
+
+def submit_checksum(
+    engine: Engine,
+    *,
+    device: int,
+    data: int,
+    nbytes: int,
+    sums: int,
+    blocks: int,
+    threads: int,
+    after: list[Stream],
+    keep_source: Any,
+    keep_destination: Any,
+) -> Transfer: ...
+def checksum_of(total: int, nbytes: int, /) -> int: ...
+def submit_moves(
+    engine: Engine,
+    *,
+    device: int,
+    to_device: bool,
+    moves: list[tuple[TreePlan, list[int], int, int]],
+    after: list[Stream],
+    scale: float | None = None,
+    keep_source: Any,
+    keep_destination: Any,
+    timed: bool = True,
+    traced: bool = False,
+) -> Transfer: ...
 def copy_out(
     engine: Engine,
     pool: Pool,

@@ -4,6 +4,9 @@
 direct    the copy engine reads or writes page-locked memory
 staged    ordinary memory, through a ring of page-locked slots and threads that copy
 unpack    a last step after the copy: another layout or dtype than the copied bytes have
+gather    one kernel (a worker without a device) brings many leaves into one range: ``moving``
+scatter   the same out of one range
+strided   the same of one leaf whose elements lie apart
 host      no device: memcpy (or torch's own copy, for strides and dtypes) on a worker thread
 ========  ==========================================================================================
 """
@@ -22,6 +25,22 @@ from streamlap import _native, observe
 from streamlap.arrays import Source, as_destination, check_matches, overlap_between, overlapping
 from streamlap.devices import Place, current_stream
 from streamlap.errors import InvalidArgument
+
+
+@dataclass
+class Counts:
+    """Where the non-finite elements of a transfer are counted: numbers whose sum it is."""
+
+    block: _native.Block
+    numbers: int
+    place: Place
+
+    def value(self) -> int:
+        """Return the count; the transfer must be done."""
+        if self.place.checked:
+            self.place.runtime.host_reads(self.block.address, 8 * self.numbers)
+        return sum(memoryview(self.block)[: 8 * self.numbers].cast("Q"))
+
 
 WHOLE = 1 << 62
 """A chunk size that cuts nothing."""
@@ -78,6 +97,7 @@ class Planned:
     leaves: list[Any]
     parts: list[Part] = field(default_factory=list)
     borrowed: list[Source] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
 
 
 @dataclass

@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="NAME",
         help="only this group, may be given again: job, first, ordinary, pinned, tiny, small, "
-        "gradients, two_gpus (default: all)",
+        "gradients, kernels, two_gpus (default: all)",
     )
     parser.add_argument(
         "--dtype", metavar="NAME", help="fp32, tf32 or bf16 (default: by the group)"

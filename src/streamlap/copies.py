@@ -7,17 +7,19 @@ from typing import Any
 import torch
 
 from streamlap import watch
-from streamlap.arrays import Source, Tree, TreeSpec, flatten
-from streamlap.batch import Copied, Part
+from streamlap.arrays import Tree, TreeSpec, flatten
+from streamlap.batch import Planned
 from streamlap.checks import as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import StreamLike, parse_device
 from streamlap.direct import usual_transfer
-from streamlap.errors import InvalidArgument
+from streamlap.errors import InvalidArgument, PoolExhausted
+from streamlap.moving import Change
 from streamlap.pinned import PinnedPool, as_pool
 from streamlap.plan_device import plan_to_device
 from streamlap.plan_host import plan_to_cpu
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
+from streamlap.tree_copy import usual_tree
 
 
 def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
@@ -45,6 +47,7 @@ def to_cpu(
     *,
     pool: PinnedPool | None = None,
     chunk_bytes: int | None = None,
+    nonfinite: bool = False,
 ) -> Transfer:
     """Start copying tensors to the host; return at once.
 
@@ -52,12 +55,16 @@ def to_cpu(
         tree: a tensor, a NumPy or CuPy array, anything with DLPack, or a tree of them. Leaves that
             are none of these pass through. CPU tensors are copied too.
         out: where to copy to: tensors or NumPy arrays of the same tree, shapes and dtypes.
-        dtype: convert to this dtype on the source's device first.
+        dtype: convert to this dtype on the source's device: float32, float16 and bfloat16 into each
+            other on the way (to nearest, ties to even; a NaN stays one), others before it.
         pin: results in page-locked memory (None and True) or in ordinary memory (False).
         stream: where the sources were written; None: the caller's current stream.
         protect: make that stream wait until the sources have been read (a host source: block).
         pool: where pinned memory comes from; the process's own pool if left out.
-        chunk_bytes: no single copy is longer than this; None: as :func:`configure` says.
+        chunk_bytes: no single copy is longer than this; None: as :func:`configure` says. Leaves
+            that a kernel moves are not cut.
+        nonfinite: count infinite and NaN elements of float32, float16 and bfloat16 leaves in the
+            same pass, for :meth:`Transfer.nonfinite`. Needs page-locked results.
 
     Returns:
         A :class:`Transfer`. Results are contiguous, or have the source's strides where those are
@@ -76,17 +83,34 @@ def to_cpu(
     """
     watch.enter()
     usual = out is None and dtype is None and stream is None and pool is None and protect is False
-    if usual and (pin is None or pin is True) and chunk_bytes is None:
-        transfer = usual_transfer(tree)
+    usual = usual and nonfinite is False
+    usual = usual and (pin is None or pin is True) and chunk_bytes is None
+    if usual:
+        try:
+            transfer = usual_transfer(tree)
+        except PoolExhausted:  # past the limit the general way goes on in ordinary memory
+            if pin:
+                raise
+            transfer = None
+        if transfer is not None:
+            return transfer
+    leaves, spec = flatten(tree)
+    if usual and len(leaves) > 1:
+        try:
+            transfer = usual_tree(leaves, spec)
+        except PoolExhausted:
+            if pin:
+                raise
+            transfer = None
         if transfer is not None:
             return transfer
     dtype, pin, pool = as_dtype(dtype), as_pin(pin), as_pool(pool)
     protect = as_flag(protect, "protect")
     chunk = _as_chunk(chunk_bytes)
-    leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
-    planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk)
-    return _started(planned.leaves, spec, planned.parts, planned.borrowed, False, stream, protect)
+    change = Change(as_flag(nonfinite, "nonfinite"))
+    planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk, None, change)
+    return _started(planned, spec, False, stream, protect, nonfinite)
 
 
 def to_device(
@@ -128,19 +152,19 @@ def to_device(
     leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
     planned = plan_to_device(leaves, outs, target, dtype, stream, chunk)
-    return _started(planned.leaves, spec, planned.parts, planned.borrowed, True, None, protect)
+    return _started(planned, spec, True, None, protect, False)
 
 
 def _started(
-    leaves: list[Copied | Any],
+    planned: Planned,
     spec: TreeSpec,
-    parts: list[Part],
-    borrowed: list[Source],
     to_device: bool,
     stream: StreamLike,
     protect: bool,
+    counted: bool,
 ) -> Transfer:
-    transfer = Transfer(leaves, spec, parts, borrowed, to_device)
+    counts = planned.counts if counted else None
+    transfer = Transfer(planned.leaves, spec, planned.parts, planned.borrowed, to_device, counts)
     if protect:
         transfer.wait_source(stream)  # site: copies.protect
     return transfer

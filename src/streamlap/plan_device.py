@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from streamlap import foreign
-from streamlap.arrays import as_source, is_dense, is_plain
+from streamlap.arrays import Source, as_source, is_dense, is_plain
 from streamlap.batch import (
     Batch,
     Copied,
@@ -26,6 +26,7 @@ from streamlap.devices import (
     place_of,
     require_no_capture,
 )
+from streamlap.moving import PLAIN, Candidate, by_way, choose, element_between
 from streamlap.pinned import pool_for
 from streamlap.plan_host import current_after, plan_to_cpu
 
@@ -41,7 +42,7 @@ def plan_to_device(
     """Enqueue copies to ``device``."""
     place = place_of(device)
     if not place.is_cuda:
-        planned = plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place)
+        planned = plan_to_cpu(leaves, outs, dtype, None, stream, None, chunk_bytes, place, PLAIN)
         for leaf in planned.leaves:
             if isinstance(leaf, Copied):
                 leaf.as_numpy = False  # a device has tensors
@@ -52,9 +53,15 @@ def plan_to_device(
     consumer = as_stream(stream, place)
     require_no_capture(consumer, "to_device()")
     planned = Planned(list(leaves))
+    with contextlib.nullcontext() if stream is None else on_stream(consumer, place):
+        candidates = _candidates(sources, checked, outs, dtype, target)
+    chosen, rest = choose(candidates, False, True)
+    given = dict(enumerate(checked))
+    given |= {leaf.index: leaf.dst for leaf in rest}  # they have their memory already
+    moved = {leaf.index for group in chosen for leaf in group.leaves}
     batches: dict[tuple[str, Place | None, int | None], Batch] = {}
     for index, source in enumerate(sources):
-        if source is None:
+        if source is None or index in moved:
             continue
         from_device = source.tensor.device.type != "cpu"
         source_place = place_of(source.tensor.device) if from_device else None
@@ -71,7 +78,7 @@ def plan_to_device(
                 source.tensor, dtype if from_device else None, checked[index]
             )
         with contextlib.nullcontext() if stream is None else on_stream(consumer, place):
-            landing, final = _landing(tensor, checked[index], dtype or tensor.dtype, target)
+            landing, final = _landing(tensor, given[index], dtype or tensor.dtype, target)
         copied = Copied(final, False, outs[index])
         planned.leaves[index] = copied
         if not final.numel():
@@ -95,6 +102,14 @@ def plan_to_device(
             batch.destinations.append(final)  # site: plan_device.keep_final_destination
         if is_borrowed:
             planned.borrowed.append(source)  # site: plan_device.borrow
+    for moving in by_way(chosen, PLAIN):
+        for leaf in (leaf for group in moving.groups for leaf in group.leaves):
+            source = sources[leaf.index]
+            assert source is not None
+            planned.leaves[leaf.index] = leaf.copied
+            planned.borrowed.append(source)  # site: plan_device.borrow_moved
+        after = [] if consumer is None else [consumer]  # site: plan_device.moved_after_consumer
+        planned.parts.append(moving.submit(place, True, after, []))
     for (path, source_place, own), batch in batches.items():
         after = [] if consumer is None else [consumer]  # site: plan_device.after_consumer
         producer = None
@@ -108,6 +123,40 @@ def plan_to_device(
             )
         )
     return planned
+
+
+def _candidates(
+    sources: list[Source | None],
+    outs: list[torch.Tensor | None],
+    given: list[Any],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> list[Candidate]:
+    """Return the leaves that a kernel may read from page-locked memory, with their destinations."""
+    found = []
+    pinned: dict[int, bool] = {}  # by storage: to ask takes a call of the driver
+    for index, source in enumerate(sources):
+        if source is None or source.tensor.is_cuda or not source.tensor.numel():
+            continue
+        tensor, out = source.tensor, outs[index]
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in pinned:
+            pinned[storage] = tensor.is_pinned()
+        wanted = dtype or tensor.dtype
+        element = element_between(tensor, out, wanted, PLAIN) if pinned[storage] else None
+        if element is None:
+            continue
+        final = out
+        if final is None:
+            stride = tensor.stride()
+            final = torch.empty_strided(tensor.shape, stride, dtype=wanted, device=device)
+        copied = Copied(final, False, given[index])
+        found.append(Candidate(index, copied, final, tensor, element, _goes_its_own_way))
+    return found
+
+
+def _goes_its_own_way() -> None:
+    """Do nothing: the loop over the leaves takes up what is not moved together."""
 
 
 def _readable(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +32,18 @@ from streamlap.devices import (
     streams_in_use,
 )
 from streamlap.direct import copy_out
-from streamlap.errors import PoolExhausted
+from streamlap.errors import InvalidArgument, PoolExhausted
+from streamlap.moving import (
+    ELEMENTS,
+    PLAIN,
+    Candidate,
+    Change,
+    by_way,
+    check_counted,
+    choose,
+    element_between,
+    layout_between,
+)
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
 
@@ -44,16 +57,27 @@ def plan_to_cpu(
     pool: PinnedPool | None,
     chunk_bytes: int,
     host_place: Place | None = None,
+    change: Change | None = None,
 ) -> Planned:
-    """Enqueue copies to the host. ``host_place`` is the logical device of CPU sources."""
+    """Enqueue copies to the host.
+
+    ``host_place`` is the logical device of CPU sources. With a ``change`` leaves may be moved by
+    kernels, which do what it says; None: none are.
+    """
     sources = [as_source(leaf) for leaf in leaves]
-    if len(sources) == 1 and sources[0] is not None:
+    counts = change is not None and change.counts
+    if change is not None:
+        check_counted(sources, change)
+    if len(sources) == 1 and sources[0] is not None and not counts:
         simple = _plan_simple(
             sources[0], outs[0], dtype, pin, stream, pool, chunk_bytes, host_place
         )
         if simple is not None:
             return simple
     checked = checked_outs(sources, outs, torch.device("cpu"), dtype)
+    if counts:
+        _check_countable(sources, checked, pin, dtype, stream)
+        pin = True if pin is None else pin  # no kernel writes to ordinary memory
     groups: dict[tuple[Place, int | None], list[int]] = {}  # by the stream that orders them
     for index, source in enumerate(sources):
         if source is None:
@@ -69,11 +93,8 @@ def plan_to_cpu(
     for place, own in groups:
         # In a tree of both, CPU leaves were written by the calling thread, not by that stream.
         ignored = on_device and not place.is_cuda and not isinstance(stream, _native.Stream)
-        producer = None if ignored else _producer(stream if own is None else own, place)
-        require_no_capture(producer, "to_cpu()")
-        if producer is not None and place.is_cuda and producer.handle == foreign.PER_THREAD:
-            producer = current_after(producer, place, "to_cpu()")  # packing needs memory
-        streams[place, own] = producer
+        ordered = stream if own is None else own
+        streams[place, own] = None if ignored else producer_of(ordered, place, "to_cpu()")
         if place.is_cuda and any(out is not None for out in checked):
             for index, handle in streams_in_use():
                 require_no_capture(place.runtime.adopt(index, handle), "to_cpu(out=...)")
@@ -94,11 +115,25 @@ def plan_to_cpu(
             work.append((index, copied, stage))
         is_current = stream is None and own is None
         with contextlib.nullcontext() if is_current else on_stream(producer, place):
+            candidates: list[Candidate] = []
             for index, copied, stage in work:
                 source = sources[index]
                 assert source is not None
-                if copied.tensor.numel():
-                    _add_to_cpu(batches, index, copied, stage, source, place, borrowed)
+                if not copied.tensor.numel():
+                    continue
+                add = functools.partial(
+                    _add_to_cpu, batches, index, copied, stage, source, place, borrowed
+                )
+                candidate = None
+                if change is not None and stage is None:
+                    candidate = _candidate(source, copied, place, change, add, index)
+                if candidate is None:
+                    add()
+                else:
+                    candidates.append(candidate)
+            chosen, rest = choose(candidates, True, not place.is_cuda)
+            for candidate in rest:
+                candidate.add()
         after = [] if producer is None else [producer]  # site: plan_host.batches_after_producer
         if place.is_cuda and any(checked[index] is not None for index in indices):
             # Whoever reads the destinations so far: copies to any device, on its current stream.
@@ -107,6 +142,19 @@ def plan_to_cpu(
                 for index, handle in streams_in_use()
                 if producer is None or (index, handle) != (producer.device, producer.handle)
             ]
+        for moving in by_way(chosen, change or PLAIN):
+            moved = [leaf for group in moving.groups for leaf in group.leaves]
+            kept = []
+            for leaf in moved:
+                source = sources[leaf.index]
+                assert source is not None
+                if leaf.src is source.tensor:
+                    borrowed.append(source)  # site: plan_host.borrow_moved
+                else:
+                    # packing has yet to read it, on the producer's stream
+                    kept.append(source.tensor)  # site: plan_host.keep_packed_moved
+            planned.parts.append(moving.submit(place, False, after, kept, pool, of_cupy=of_cupy))
+            planned.counts += moving.counts
         for path, batch in batches.items():
             planned.parts.append(
                 submit_batch(batch, path, place, False, after, chunk_bytes, of_cupy=of_cupy)
@@ -170,6 +218,18 @@ def _producer(stream: StreamLike, place: Place) -> _native.Stream | None:
         return producer
     # A stream of another device: what is packed here must be made on this device, after it.
     return current_after(producer, place, "to_cpu()")
+
+
+def producer_of(stream: StreamLike, place: Place, call: str) -> _native.Stream | None:
+    """Return the stream that copies of ``place`` come after, on which sources may be packed.
+
+    None: the calling thread has written the sources. Raises CaptureError during a capture there.
+    """
+    producer = _producer(stream, place)
+    require_no_capture(producer, call)
+    if producer is not None and place.is_cuda and producer.handle == foreign.PER_THREAD:
+        return current_after(producer, place, call)  # packing needs memory
+    return producer
 
 
 def current_after(producer: _native.Stream, place: Place, call: str) -> _native.Stream:
@@ -278,6 +338,64 @@ def _new_ordinary(
     if place.checked:
         place.runtime.fresh(made.data_ptr(), nbytes)  # site: plan_host.fresh
     return made
+
+
+def _check_countable(
+    sources: list[Source | None],
+    outs: list[torch.Tensor | None],
+    pin: bool | None,
+    dtype: torch.dtype | None,
+    stream: StreamLike,
+) -> None:
+    """Refuse what a count cannot be made on the way to."""
+    on_worker = isinstance(stream, _native.Stream)
+    for index, (source, out) in enumerate(zip(sources, outs, strict=True)):
+        if source is None or source.tensor.dtype not in ELEMENTS:
+            continue
+        tensor = source.tensor
+        flat = out is None or out.is_contiguous()
+        why = None
+        if dtype is not None and dtype not in ELEMENTS:
+            why = f"a count on the way to {dtype}"
+        elif tensor.is_cuda and (pin is False if out is None else not out.is_pinned()):
+            why = "ordinary memory, which no kernel can write"
+        elif out is not None and not is_dense(out):
+            why = "an out with gaps"
+        elif on_worker and not tensor.is_cuda and not (flat and tensor.is_contiguous()):
+            why = "a layout to be packed after a worker's stream"
+        if why is not None:
+            raise InvalidArgument(f"nonfinite=True is not possible with {why} (leaf {index})")
+
+
+def _candidate(
+    source: Source,
+    copied: Copied,
+    place: Place,
+    change: Change,
+    add: Callable[[], None],
+    index: int,
+) -> Candidate | None:
+    """Return the leaf as one that may be moved with others; None where it cannot."""
+    tensor, dst = source.tensor, copied.tensor
+    ordinary = copied.ordinary or (copied.given is not None and not dst.is_pinned())
+    if place.is_cuda and ordinary:
+        return None
+    element = element_between(tensor, dst, dst.dtype, change)
+    if element is not None:
+        return Candidate(index, copied, dst, tensor, element, add)
+    counts = change.counts and tensor.dtype in ELEMENTS
+    if counts or place.is_cuda:  # without a device torch's own copy is as good
+        element = change.element(tensor.dtype, dst.dtype)
+        layout = layout_between(tensor, dst)
+        if element is not None and layout is not None:
+            return Candidate(index, copied, dst, tensor, element, add, layout)
+    if not counts:
+        return None
+    # Only a move counts, so what it reads is packed first.
+    tensor = packed(tensor, dst, tensor.dtype)
+    element = change.element(tensor.dtype, dst.dtype)
+    assert element is not None
+    return Candidate(index, copied, dst, tensor, element, add)
 
 
 def _add_to_cpu(

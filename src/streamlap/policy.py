@@ -21,6 +21,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 _MOST_THREADS = 64
+_MOST_BLOCKS = 1024
 _SMALLEST_BLOCK = 4 * KIB
 
 
@@ -37,6 +38,12 @@ class Policy:
         populate_threads: threads that make the pages of new memory present.
         slab_bytes: pinned blocks below 1 MiB are cut from slabs of up to this size.
         small_leaf_bytes: leaves of a tree up to this size share a block.
+        gather_leaves: so many small leaves of a tree, or more, are moved by one kernel; 0: never.
+        move_blocks: blocks of such a kernel. Four of them fill the link to the host.
+        cast_blocks: the same where elements are changed on the way.
+        strided_blocks: the same where elements lie apart.
+        scatter_blocks: the same where the kernel reads host memory: more reads must be under way.
+        move_threads: threads of a block.
         tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
         graph_item_bytes: a plan of items up to this size is captured as a graph unasked; 0: none
             is. Issuing an item from Python costs about as long as copying 2 MiB (30 to 40 us at 55
@@ -53,9 +60,27 @@ class Policy:
     populate_threads: int = 4
     slab_bytes: int = 2 * MIB
     small_leaf_bytes: int = 256 * KIB
+    gather_leaves: int = 8
+    move_blocks: int = 4
+    cast_blocks: int = 8
+    strided_blocks: int = 32
+    scatter_blocks: int = 16
+    move_threads: int = 512
     tiny_item_bytes: int = MIB
     graph_item_bytes: int = 2 * MIB
     panels: int | str = "auto"
+
+    def moves_together(self, leaves: int, nbytes: int) -> bool:
+        """Return whether leaves are worth a kernel: many, and small on the average."""
+        return 0 < self.gather_leaves <= leaves and nbytes <= leaves * self.small_leaf_bytes
+
+    def blocks_of_move(self, gathers: bool, changes: bool, strided: bool) -> int:
+        """Return how many blocks a kernel gets, by what it does."""
+        if strided:
+            return self.strided_blocks
+        if not gathers:
+            return self.scatter_blocks
+        return self.cast_blocks if changes else self.move_blocks
 
 
 def for_machine(cores: int, pinned_limit: int) -> Policy:
@@ -108,6 +133,13 @@ def _number(least: int, most: int) -> Callable[[Any, str], int]:
     return check
 
 
+def _threads(value: Any, what: str) -> int:
+    count = _number(32, 512)(value, what)
+    if count % 32:
+        raise InvalidArgument(f"{what} must be a multiple of 32, not {count}")
+    return count
+
+
 def _panels(value: Any, what: str) -> int | str:
     if isinstance(value, str):
         if value != "auto":
@@ -125,6 +157,12 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "populate_threads": _number(1, _MOST_THREADS),
     "slab_bytes": _size(_SMALLEST_BLOCK),
     "small_leaf_bytes": _size(0),
+    "gather_leaves": _number(0, 1 << 20),
+    "move_blocks": _number(1, _MOST_BLOCKS),
+    "cast_blocks": _number(1, _MOST_BLOCKS),
+    "strided_blocks": _number(1, _MOST_BLOCKS),
+    "scatter_blocks": _number(1, _MOST_BLOCKS),
+    "move_threads": _threads,
     "tiny_item_bytes": _size(0),
     "graph_item_bytes": _size(0),
     "panels": _panels,

@@ -15,7 +15,7 @@ import torch
 
 from streamlap import _native, foreign, observe, watch
 from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
-from streamlap.batch import Copied, Part
+from streamlap.batch import Copied, Counts, Part
 from streamlap.checks import as_callable, as_seconds
 from streamlap.devices import (
     Place,
@@ -46,7 +46,9 @@ class Transfer:
         parts: list[Part],
         borrowed: list[Source],
         to_device: bool,
+        counts: list[Counts] | None = None,
     ) -> None:
+        self._counts = counts  # None: not asked for
         self._leaves = leaves
         self._spec = spec
         self._parts = parts
@@ -250,9 +252,11 @@ class Transfer:
         """Return what was done: ``nbytes``, ``leaves``, ``chunks``, and the ``paths`` taken.
 
         A path is ``direct`` (the copy engine, to or from pinned memory), ``staged`` (ordinary
-        memory, through pinned slots), ``unpack`` (a last step after the copy) or ``host`` (memcpy
-        on a worker). Once done, ``interval`` is when the copy began and ended in seconds of
-        ``time.perf_counter()`` where the runtime knows it (None elsewhere).
+        memory, through pinned slots), ``unpack`` (a last step after the copy), ``host`` (memcpy on
+        a worker); by a kernel, or by a worker's task: ``gather`` and ``scatter`` (many leaves at
+        once, or a cast on the way), ``strided`` (elements that lie apart). Once done, ``interval``
+        is when the copy began and ended in seconds of ``time.perf_counter()`` where the runtime
+        knows it (None elsewhere).
         """
         begin = end = None
         if self.done():
@@ -267,6 +271,20 @@ class Transfer:
             "paths": sorted({part.path for part in self._parts}),
             "interval": None if begin is None else (begin, end),
         }
+
+    def nonfinite(self) -> int:
+        """Block until the copy is done; return how many elements were infinite or NaN.
+
+        They were counted as they were read, before any cast or scale.
+
+        Raises:
+            InvalidArgument: not asked for by ``nonfinite=True``.
+            Exception: as :meth:`result`.
+        """
+        if self._counts is None:
+            raise InvalidArgument("nothing was counted; start the copy with nonfinite=True")
+        self._sync(None)  # site: transfer.nonfinite
+        return sum(counts.value() for counts in self._counts)
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "in flight"

@@ -15,6 +15,7 @@
 #include "lab.h"
 #include "transfer/copy_engine.h"
 #include "transfer/pinned_pool.h"
+#include "transfer/tree_plan.h"
 
 using namespace streamlap;
 using namespace streamlap::testing;
@@ -232,6 +233,36 @@ void tree(World& w) {
       w.poll([&] { return transfer->leaf_done(leaf); });
     }
     w.right(outs[leaf]->holds(static_cast<int>(leaf + 1)));
+  }
+  transfer.wait();
+}
+
+// Many leaves in one move, with a cast of some.
+void gather(World& w) {
+  const std::vector<TreeLeaf> leaves = {{moves::Element::bytes, moves::Element::bytes, size / 4},
+                                        {moves::Element::float32, moves::Element::bfloat16, 100},
+                                        {moves::Element::bytes, moves::Element::bytes, 7}};
+  TreePlan plan(leaves, {});
+  auto out = w.lab.pinned(plan.range_bytes());
+  TransferRequest request;
+  request.after = {w.producer};
+  std::vector<std::shared_ptr<DeviceBytes>> sources;
+  std::vector<void*> far;
+  for (std::size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    sources.push_back(w.source(1, plan.far_bytes(leaf)));
+    far.push_back(sources.back()->data());
+    request.items.push_back(
+        {out->data() + plan.offsets()[leaf], far.back(), plan.near_bytes(leaf), 1, nullptr});
+  }
+  request.moves = plan.bind(far, out->data(), nullptr);
+  request.keep_source = w.keep(sources[0]);
+  request.keep_destination = w.keep(out);
+  Held transfer(w, std::move(request));
+  for (std::size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    w.wait([&](auto slice) { return transfer->leaf_sync_for(leaf, slice); });
+    // 0x01010101 as a bfloat16 is 0x0101.
+    const unsigned char* data = out->data() + plan.offsets()[leaf];
+    for (std::size_t i = 0; i < plan.near_bytes(leaf); ++i) w.right(data[i] == 1);
   }
   transfer.wait();
 }
@@ -476,6 +507,7 @@ struct Program {
 const std::vector<Program> programs = {
     {"chunks", chunks},
     {"tree", tree},
+    {"gather", gather},
     {"late", late},
     {"finish", finish},
     {"open_ended", open_ended},

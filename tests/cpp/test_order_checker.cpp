@@ -6,6 +6,7 @@
 #include "lab.h"
 #include "transfer/copy_engine.h"
 #include "transfer/pinned_pool.h"
+#include "transfer/tree_plan.h"
 
 using namespace streamlap;
 using namespace streamlap::testing;
@@ -113,6 +114,44 @@ PAIR(a_write_after_a_write_on_another_stream) {
   lab.produce(first, data->data(), 1, size);
   if (!racy) wait(lab, second, lab.record(first));
   lab.produce(second, data->data(), 2, size);
+}
+
+namespace {
+
+// Two pieces into page-locked memory, or out of it.
+void move_two(Lab& lab, moves::Way way, void* first, void* second, const PinnedPtr& range,
+              StreamRef stream) {
+  const TreeLeaf leaf{moves::Element::bytes, moves::Element::bytes, size};
+  const TreePlan plan({leaf, leaf}, {.way = way});
+  const std::vector<void*> far = {first, second};
+  for (const auto& move : plan.bind(far, range->data(), nullptr)) lab.runtime->move(move, stream);
+}
+
+}  // namespace
+
+PAIR(a_gather_reads_each_of_its_pieces) {
+  auto first = lab.device(size, 1);
+  auto second = lab.device(size, 1);
+  auto range = lab.pinned(2 * size);
+  StreamRef producer = lab.compute();
+  StreamRef stream = lab.copy();
+  lab.produce(producer, second->data(), 2, 1);
+  EventPtr produced = lab.record(producer);
+  if (!racy) wait(lab, stream, produced);
+  move_two(lab, moves::Way::gather, first->data(), second->data(), range, stream);
+}
+
+PAIR(a_scatter_writes_each_of_its_pieces) {
+  auto first = lab.device(size, 1);
+  auto second = lab.device(size, 1);
+  auto range = lab.pinned(2 * size, 3);
+  auto out = lab.pinned(size);
+  StreamRef reader = lab.compute();
+  StreamRef stream = lab.copy();
+  lab.runtime->copy_async(out->data(), second->data(), 1, reader);
+  EventPtr read = lab.record(reader);
+  if (!racy) wait(lab, stream, read);
+  move_two(lab, moves::Way::scatter, first->data(), second->data(), range, stream);
 }
 
 PAIR(an_event_recorded_too_early) {

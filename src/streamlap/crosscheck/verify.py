@@ -267,6 +267,26 @@ def _large_copy(setting: Setting, device: str) -> str:
     return "33 MiB and 13 bytes, bit for bit"
 
 
+def _moves(setting: Setting, device: str) -> str:
+    """Many leaves by one kernel, cast and counted on the way; and the sums of what is there."""
+    random = setting.random(400)
+    arrays = [random.standard_normal(size, np.float32) * 1e4 for size in range(1, 300)]
+    for index, array in enumerate(arrays):
+        array[index % array.size] = np.inf if index % 3 else -np.inf
+    tensors = [_as_torch(array, "float32", device) for array in arrays]
+    plan = streamlap.TreeCopy(like=tensors, dtype=torch.float16, nonfinite=True)
+    transfer = plan(tensors)
+    for found, array in zip(transfer.result(), arrays, strict=True):
+        with np.errstate(over="ignore"):
+            same_bits(found, array.astype(np.float16), f"{array.size} elements as float16")
+    if transfer.nonfinite() != len(arrays):
+        raise Difference(f"{transfer.nonfinite()} infinite elements, not {len(arrays)}")
+    for tensor, array in zip(tensors[::50], arrays[::50], strict=True):
+        if streamlap.checksum(tensor) != streamlap.checksum(array):
+            raise Difference(f"the checksum of {array.size} elements is not that of NumPy's copy")
+    return _count(len(arrays), "leaves, cast and counted")
+
+
 # -- pipelines
 
 
@@ -526,12 +546,14 @@ CHECKS = (
     Check("to_cpu of tensors, against torch and NumPy", "host", _on_host(_tensors_to_cpu)),
     Check("to_device and back, against NumPy", "host", _on_host(_there_and_back)),
     Check("to_cpu in chunks, against NumPy", "host", _on_host(_large_copy)),
+    Check("TreeCopy with a cast and a count, against NumPy", "host", _on_host(_moves)),
     Check("pipelined_run, against float64", "host", _on_host(_products)),
     Check("pipelined_run of distinct items, against float64", "host", _on_host(_distinct)),
     Check("pipelined_map of distinct items, against NumPy", "host", _on_host(_map_order)),
     Check("to_cpu of tensors, against torch and NumPy", "gpu", _on_gpu(_tensors_to_cpu)),
     Check("to_device and back, against NumPy", "gpu", _on_gpu(_there_and_back)),
     Check("to_cpu in chunks, against NumPy", "gpu", _on_gpu(_large_copy)),
+    Check("TreeCopy with a cast and a count, against NumPy", "gpu", _on_gpu(_moves)),
     Check("pipelined_run in fp32, against float64", "gpu", _on_gpu(_products)),
     Check(
         "pipelined_run in TF32, against float64",

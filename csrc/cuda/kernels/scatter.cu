@@ -1,0 +1,27 @@
+// One range, of page-locked or of device memory, into many tensors: bytes as they are.
+#include "cuda/kernels/moves.h"
+#include "cuda/kernels/tables.h"
+
+namespace streamlap::cuda {
+namespace {
+
+template <class TableType>
+__global__ void __launch_bounds__(moves::most_threads)
+    scatter(const __grid_constant__ TableType table) {
+  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile) {
+    moves::copy_tile(piece, tile, table.base, false, this_lane());
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_scatter(const moves::Move& move, std::byte* base, cudaStream_t stream) {
+  return launch_all(move, base, nullptr, [&](const auto& table) {
+    const unsigned blocks = move.grid.blocks < table.tiles ? move.grid.blocks : table.tiles;
+    scatter<<<blocks, move.grid.threads, 0, stream>>>(table);
+  });
+}
+
+cudaError_t load_scatter() { return load(scatter<SmallTable>, scatter<LargeTable>); }
+
+}  // namespace streamlap::cuda

@@ -1,0 +1,461 @@
+"""TreeCopy: a tree of tensors that is copied to the host again and again, prepared once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from streamlap import _native, observe, watch
+from streamlap.arrays import (
+    Source,
+    Tree,
+    TreeSpec,
+    as_destination,
+    as_source,
+    flatten,
+    is_dense,
+    is_plain,
+    version_of,
+)
+from streamlap.batch import Copied, Counts, Part, on_stream
+from streamlap.checks import as_dtype, as_flag
+from streamlap.devices import Place, StreamLike, place_of, require_no_capture, streams_in_use
+from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
+from streamlap.moving import Change, check_counted, counts_for, new_plan
+from streamlap.pinned import PinnedPool, as_pool, pool_for
+from streamlap.plan_host import producer_of
+from streamlap.policy import policy
+from streamlap.transfer import Transfer
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """What each call's leaf has to be, and its result."""
+
+    index: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: torch.dtype
+    as_numpy: bool
+    offset: int = 0
+
+
+class _Block:
+    """The leaves of one device: one range of page-locked memory, and the plan of their move."""
+
+    def __init__(
+        self, place: Place, device: torch.device, leaves: list[_Leaf], change: Change
+    ) -> None:
+        self.place = place
+        self.device = device
+        self.leaves = leaves
+        described = []
+        for leaf in leaves:
+            element = change.element(leaf.dtype, leaf.wanted)
+            if element is None:
+                raise UnsupportedTensor(
+                    f"leaf {leaf.index} is {leaf.dtype}: a TreeCopy casts float32, float16 and "
+                    f"bfloat16 into each other, and nothing to {leaf.wanted}"
+                )
+            count = math.prod(leaf.shape)
+            if element[0] == "bytes":
+                count *= leaf.dtype.itemsize
+            described.append((*element, count, None))
+        self.plan = new_plan(described, True, change)
+        for leaf, offset in zip(leaves, self.plan.offsets, strict=True):
+            leaf.offset = offset
+        self.nbytes = self.plan.range_bytes
+
+    def results(self, block: _native.Block) -> list[torch.Tensor]:
+        """Return the views of a block, a leaf each."""
+        views = _Views(block)
+        return [
+            views.take(leaf.shape, leaf.stride, leaf.wanted, leaf.offset) for leaf in self.leaves
+        ]
+
+
+class TreeCopy:
+    """A prepared copy of a tree to the host: what :func:`to_cpu` works out each time, once.
+
+    ``copy = TreeCopy(like=tree); transfer = copy(tree)`` moves all leaves of a device by one kernel
+    (one task of a worker, without a GPU) into one block of page-locked memory, with one event.
+
+    Args:
+        like: a tree whose shapes, dtypes, strides and devices those of each call will have. Its
+            data is not read. Leaves that are no tensors pass through.
+        dtype: of the results: float32, float16 or bfloat16, of leaves that are one of them. They
+            are rounded to nearest, ties to even; a NaN stays one.
+        scale: float32 leaves (and float16, bfloat16) are multiplied by it in float32 before they
+            are rounded, as for gradients that were scaled. A call may give another one.
+        nonfinite: count infinite and NaN elements in the same pass, for
+            :meth:`Transfer.nonfinite`. Counted is what was read, before it is scaled.
+        pool: where pinned memory comes from; the process's own pool if left out.
+
+    Raises:
+        UnsupportedTensor: a leaf that is no plain tensor, or of a dtype that cannot be cast, scaled
+            or counted on the way.
+        InvalidType, InvalidArgument: an argument that makes no sense; a tree without tensors.
+
+    Thread-safe; calls may be in flight at once.
+    """
+
+    def __init__(
+        self,
+        like: Tree,
+        *,
+        dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        nonfinite: bool = False,
+        pool: PinnedPool | None = None,
+    ) -> None:
+        watch.enter()
+        wanted = as_dtype(dtype)
+        self._scale = _as_scale(scale)
+        self._pool = as_pool(pool)
+        self._counts = as_flag(nonfinite, "nonfinite")
+        leaves, self._spec = flatten(like)
+        sources = [as_source(leaf) for leaf in leaves]
+        change = Change(self._counts, self._scale)
+        check_counted(sources, change)
+        groups: dict[Place, list[_Leaf]] = {}
+        devices: dict[Place, torch.device] = {}
+        for index, source in enumerate(sources):
+            if source is None:
+                continue
+            tensor = source.tensor
+            place = place_of(tensor.device)
+            stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
+            groups.setdefault(place, []).append(
+                _Leaf(
+                    index,
+                    tensor.shape,
+                    stride,
+                    tensor.dtype,
+                    wanted or tensor.dtype,
+                    source.as_numpy,
+                )
+            )
+            devices[place] = tensor.device
+        if not groups:
+            raise InvalidArgument("a tree without tensors has nothing to copy")
+        self._blocks = [_Block(place, devices[place], own, change) for place, own in groups.items()]
+        self._count = len(leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of page-locked memory that one call's results take."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def __call__(
+        self,
+        tree: Tree,
+        out: Tree | None = None,
+        stream: StreamLike = None,
+        protect: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> Transfer:
+        """Start copying ``tree``; return at once.
+
+        Args:
+            tree: of the shapes, dtypes and devices that the plan was made for. Leaves whose memory
+                lies in another way are packed first.
+            out: what an earlier call's transfer gave, to be filled again: no view is made anew.
+            stream: where the sources were written; None: the caller's current stream.
+            protect: make that stream wait until the sources have been read (a host source: block).
+            scale: in place of the plan's own.
+
+        Raises:
+            InvalidArgument: a tree, a leaf or an ``out`` that does not fit, or a scale for a plan
+                that was made without one. Nothing was enqueued.
+            PoolExhausted, CaptureError: as :func:`to_cpu`.
+
+        Stream order: as :func:`to_cpu`.
+        """
+        watch.enter()
+        protect = as_flag(protect, "protect")
+        scale = _as_scale(scale)
+        if scale is not None and self._scale is None:
+            raise InvalidArgument("the plan does not scale: make it with scale=1.0")
+        leaves = self._leaves_of(tree, "the tree")
+        outs = None if out is None else self._leaves_of(out, "out")
+        # In a tree of both, CPU leaves were written by the calling thread, not by that stream.
+        mixed = len({block.place.is_cuda for block in self._blocks}) > 1
+        own = isinstance(stream, _native.Stream)
+        checked = [
+            _Call(block, leaves, outs, stream if block.place.is_cuda or not mixed or own else None)
+            for block in self._blocks
+        ]
+        parts, borrowed, counts = [], [], []
+        results = list(leaves)
+        for call in checked:
+            pool = self._pool or pool_for(call.block.place)
+            parts.append(call.start(pool, scale))
+            borrowed += call.borrowed
+            counts += call.counts
+            call.deliver(results, parts[-1])
+        transfer = Transfer(
+            results, self._spec, parts, borrowed, False, counts if self._counts else None
+        )
+        if protect:
+            transfer.wait_source(stream)  # site: tree_copy.protect
+        return transfer
+
+    def _leaves_of(self, tree: Tree, what: str) -> list[Any]:
+        leaves, spec = flatten(tree)
+        if spec != self._spec:
+            raise InvalidArgument(f"{what} is a tree of another shape than the plan's")
+        return leaves
+
+    def __repr__(self) -> str:
+        tensors = sum(len(block.leaves) for block in self._blocks)
+        return f"<streamlap.TreeCopy of {tensors} tensors, {self.nbytes} bytes>"
+
+
+class _Call:
+    """One call's leaves of one device: looked at first, then started."""
+
+    def __init__(
+        self, block: _Block, leaves: list[Any], outs: list[Any] | None, stream: StreamLike
+    ) -> None:
+        self.block = block
+        place = block.place
+        self.tensors: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+        self.borrowed: list[Source] = []
+        self.counts: list[Counts] = []
+        self.outs = None if outs is None else _results_of(block, outs)
+        self.given = outs
+        loose: list[int] = []
+        own: set[int | None] = set()
+        for position, leaf in enumerate(block.leaves):
+            given = leaves[leaf.index]
+            source = _source_like(given, leaf, block.device)
+            tensor = source.tensor
+            own.add(source.stream)
+            if _lies_as(tensor, leaf):
+                self.borrowed.append(source)  # site: tree_copy.borrow
+            else:
+                loose.append(position)
+            self.tensors.append(tensor)
+        if stream is None and len(own) > 1:
+            raise InvalidArgument(
+                "the leaves of one device are ordered by different streams; pass stream="
+            )
+        if loose and isinstance(stream, _native.Stream) and not place.is_cuda:
+            raise InvalidArgument(
+                "a leaf that is not dense cannot be packed after a worker's stream"
+            )
+        self.of_cupy = any(one is not None for one in own)
+        ordered = stream if stream is not None or not place.is_cuda else next(iter(own))
+        producer = producer_of(ordered, place, "TreeCopy()")
+        self.after = [] if producer is None else [producer]  # site: tree_copy.after_producer
+        if self.outs is not None and place.is_cuda:
+            for index, handle in streams_in_use():
+                reader = place.runtime.adopt(index, handle)
+                require_no_capture(reader, "TreeCopy(out=...)")
+                self.after.append(reader)
+        self._pack(loose, producer)
+
+    def _pack(self, loose: Sequence[int], producer: _native.Stream | None) -> None:
+        if not loose:
+            return
+        with on_stream(producer, self.block.place):
+            for position in loose:
+                tensor, leaf = self.tensors[position], self.block.leaves[position]
+                packed = torch.empty_strided(
+                    leaf.shape, leaf.stride, dtype=leaf.dtype, device=tensor.device
+                )
+                self.kept.append(tensor)  # site: tree_copy.keep_packed
+                self.tensors[position] = packed.copy_(tensor)
+
+    def start(self, pool: PinnedPool, scale: float | None) -> Part:
+        block, place = self.block, self.block.place
+        memory: Any
+        if self.outs is None:
+            memory = pool._allocate(max(block.nbytes, 1))
+            base = memory.address
+        else:
+            memory = self.outs
+            pairs = zip(block.leaves, self.outs, strict=True)
+            base = next((out.data_ptr() - leaf.offset for leaf, out in pairs if out.numel()), 0)
+        self.memory = memory
+        (counts,), self.counts = counts_for([block.plan], place, pool)
+        submit = functools.partial(
+            _native.submit_moves,
+            place.engine,
+            device=place.index,
+            to_device=False,
+            moves=[(block.plan, [tensor.data_ptr() for tensor in self.tensors], base, counts)],
+            after=self.after,  # site: tree_copy.after
+            scale=scale,
+            keep_source=(self.tensors, self.kept),  # site: tree_copy.keep_source
+            keep_destination=(memory, self.counts),  # site: tree_copy.keep_destination
+        )
+        native = observe.submitted(submit, observe.Copy(place, False, "gather", block.nbytes))
+        indices = [leaf.index for leaf in block.leaves]
+        return Part(native, place, "gather", indices, place.is_cuda, place, self.of_cupy)
+
+    def deliver(self, results: list[Any], part: Part) -> None:
+        """Put the destinations in place, while the bytes are on their way."""
+        views = self.outs if self.outs is not None else self.block.results(self.memory)
+        for position, (leaf, view) in enumerate(zip(self.block.leaves, views, strict=True)):
+            given = None if self.given is None else self.given[leaf.index]
+            waits = part if view.numel() else None
+            results[leaf.index] = Copied(view, leaf.as_numpy, given, waits, position)
+
+
+def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
+    """Return the transfer of a tree of many small tensors of torch's on one device.
+
+    What the general way does for it, at a fraction of the cost a leaf. None sends a tree there.
+    """
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    device = leaves[0].device if type(leaves[0]) in kinds else None
+    sizes, pointers = [], []
+    for leaf in leaves:
+        if type(leaf) not in kinds or leaf.layout is not torch.strided or leaf.is_nested:
+            return None
+        if leaf.device != device or not leaf.is_contiguous() or leaf.is_quantized:
+            return None
+        if leaf.is_conj() or leaf.is_neg():
+            return None
+        sizes.append(leaf.numel() * leaf.itemsize)
+        pointers.append(leaf.data_ptr())
+    now = policy()
+    nbytes = sum(sizes)
+    if device is None or device.type not in ("cpu", "cuda"):
+        return None
+    if (
+        max(sizes) > now.small_leaf_bytes
+        or not now.moves_together(len(leaves), nbytes)
+        or not nbytes
+    ):
+        return None
+    place = place_of(device)
+    producer = producer_of(None, place, "to_cpu()")
+    blocks = now.blocks_of_move(True, False, False)
+    plan = _native.TreePlan.of_bytes(sizes, blocks, now.move_threads)
+    block = pool_for(place)._allocate(plan.range_bytes)
+    sources = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+    submit = functools.partial(
+        _native.submit_moves,
+        place.engine,
+        device=place.index,
+        to_device=False,
+        moves=[(plan, pointers, block.address, 0)],
+        after=[] if producer is None else [producer],  # site: tree_copy.usual_after
+        keep_source=sources,  # site: tree_copy.usual_keep_source
+        keep_destination=block,  # site: tree_copy.usual_keep_destination
+    )
+    native = observe.submitted(submit, observe.Copy(place, False, "gather", nbytes))
+    part = Part(native, place, "gather", list(range(len(leaves))), place.is_cuda, place)
+    views = _Views(block)
+    results: list[Any] = []
+    for position, (leaf, size, offset) in enumerate(zip(leaves, sizes, plan.offsets, strict=True)):
+        view = views.take(leaf.shape, leaf.stride(), leaf.dtype, offset)
+        results.append(Copied(view, False, None, part if size else None, position))
+    borrowed = [Source(x, False, version_of(x)) for x in sources]  # site: tree_copy.usual_borrow
+    return Transfer(results, spec, [part], borrowed, False)
+
+
+class _Views:
+    """Tensors carved out of a block."""
+
+    def __init__(self, block: _native.Block) -> None:
+        self._block = block
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(
+        self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, offset: int
+    ) -> torch.Tensor:
+        """Return the tensor that begins at ``offset`` (bytes)."""
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        flat = self._typed.get(dtype)
+        if flat is None:
+            count = self._block.nbytes // dtype.itemsize
+            flat = self._typed[dtype] = torch.frombuffer(self._block, dtype=dtype, count=count)
+        return flat.as_strided(shape, stride, offset // dtype.itemsize)
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _as_scale(scale: object) -> float | None:
+    if scale is None:
+        return None
+    if isinstance(scale, (bool, str, torch.Tensor)) or not isinstance(scale, (int, float)):
+        raise InvalidType(f"scale must be a number, not {scale!r}")
+    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
+        raise InvalidArgument(f"scale must be a finite float32, not {scale}")
+    return float(scale)
+
+
+def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
+    """Return the data of a call's leaf; refuse what the plan was not made for."""
+    if type(given) is torch.Tensor and given.layout is torch.strided and not given.is_nested:
+        # What is usual, at a fraction of the cost.
+        source = Source(given.detach() if given.requires_grad else given, False, version_of(given))
+    else:
+        found = as_source(given)
+        if found is None:
+            raise InvalidArgument(
+                f"leaf {leaf.index} is a {type(given).__name__}, and was a tensor in the plan"
+            )
+        source = found
+    tensor = source.tensor
+    if tensor.shape == leaf.shape and tensor.dtype == leaf.dtype and tensor.device == device:
+        return source
+    raise InvalidArgument(
+        f"leaf {leaf.index} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
+        f"the plan was made for {leaf.dtype} of shape {tuple(leaf.shape)} on {device}"
+    )
+
+
+def _lies_as(tensor: torch.Tensor, leaf: _Leaf) -> bool:
+    if not is_plain(tensor):
+        return False
+    return tensor.stride() == leaf.stride or all(
+        size == 1 or a == b
+        for size, a, b in zip(leaf.shape, tensor.stride(), leaf.stride, strict=True)
+    )
+
+
+def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
+    """Return the earlier results of the plan that ``outs`` must be."""
+    found = []
+    base: int | None = None
+    for leaf in block.leaves:
+        out = outs[leaf.index]
+        if type(out) is not torch.Tensor or out.requires_grad:
+            out = as_destination(out, f"out[{leaf.index}]")
+        fits = out.shape == leaf.shape and out.dtype == leaf.wanted and out.device.type == "cpu"
+        if not (fits and _lies_as(out, leaf)):
+            raise InvalidArgument(
+                f"out[{leaf.index}] is no earlier result of this plan: it has another shape"
+            )
+        found.append(out)
+        if out.numel():
+            base = out.data_ptr() - leaf.offset if base is None else base
+            if out.data_ptr() - leaf.offset != base:
+                raise InvalidArgument(
+                    f"out[{leaf.index}] is no earlier result of this plan: it lies elsewhere"
+                )
+            filled = out
+    if base is None:
+        return found
+    # One for all: then the others are views of the same memory.
+    storage = filled.untyped_storage()
+    if storage.data_ptr() > base or storage.data_ptr() + len(storage) < base + block.nbytes:
+        raise InvalidArgument("out is no earlier result of this plan: it is no view of one block")
+    if block.place.is_cuda and not filled.is_pinned():
+        raise InvalidArgument("out is no earlier result of this plan: it is no page-locked memory")
+    return found
