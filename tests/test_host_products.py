@@ -1,4 +1,4 @@
-"""Small default products of CPU tensors, which are computed where their results are wanted."""
+"""Default products of CPU tensors, which are computed where their results are wanted."""
 
 import gc
 import threading
@@ -29,13 +29,13 @@ def groups_of_eight():
 def short(monkeypatch):
     """Count the calls that take the short way."""
     calls = []
-    real = host_products._Groups
+    real = host_products._Lane
 
     def made(*args):
         calls.append(args)
         return real(*args)
 
-    monkeypatch.setattr(host_products, "_Groups", made)
+    monkeypatch.setattr(host_products, "_Lane", made)
     return calls
 
 
@@ -100,9 +100,20 @@ def test_inputs_that_are_strided(short):
     assert len(short) == 2
 
 
+def test_inputs_of_several_devices_and_of_any_size(short):
+    inputs = [random_numbers((rows, rows)) for rows in (600, 3, 40)]
+    expected = [x.mm(x) for x in inputs]
+    with streamlap.use_runtime("host", devices=2):
+        results = pipelined_run(inputs, n=5)
+        assert streamlap.pool_stats("cpu:0")["live"] > 0
+    assert len(short) == 3
+    assert [len(one) for one in results] == [5] * 3
+    for one, product in zip(results, expected, strict=True):
+        assert all(same_bits(result, product) for result in one)
+
+
 def test_what_is_unusual_goes_the_general_way(short):
     x = random_numbers((8, 8))
-    large = random_numbers((600, 600))
     expected = x.mm(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert pipelined_run(x, n=1)[0].dtype == torch.bfloat16
@@ -110,11 +121,10 @@ def test_what_is_unusual_goes_the_general_way(short):
     for results in (
         *(pipelined_run(x, n=2, depth=1), pipelined_run(x, n=2, pin=False)),
         *(pipelined_run(x, n=2, pool=streamlap.PinnedPool(1 << 20)), pipelined_run(x.numpy(), n=2)),
-        *(pipelined_run([x], n=2)[0], pipelined_run(x, n=2, wait=False).result()),
+        *(pipelined_run([x.numpy()], n=2)[0], pipelined_run(x, n=2, wait=False).result()),
         *(pipelined_run(trained, n=2), pipelined_run(x, n=2, fn=lambda y: y.mm(y))),
     ):
         assert all(same_bits(torch.as_tensor(result).detach(), expected) for result in results)
-    assert same_bits(pipelined_run(large, n=1)[0], large.mm(large))
     with streamlap.timeline():
         pipelined_run(x, n=2)
     assert pipelined_run(x, n=0) == []

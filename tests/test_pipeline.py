@@ -925,7 +925,7 @@ def test_a_lane_that_cannot_start_gives_its_error(monkeypatch):
     monkeypatch.setattr(lanes.HostLane, "_launch", launch)
     x = random_numbers((8, 8))
     with pytest.raises(RuntimeError, match="no thread"):
-        pipelined_run([x, x, x], n=5)
+        pipelined_run([x, x, x], fn=lambda y: y.mm(y), n=5)
     monkeypatch.undo()
     assert same_tree(pipelined_run(x, n=2), [x.mm(x)] * 2)
 

@@ -1,8 +1,8 @@
-"""Small default products of CPU tensors: computed where their results are wanted.
+"""Default products of CPU tensors: computed where their results are wanted.
 
-On a logical CPU device a product and the memory that it is copied to are the same memory. Where a
-product takes microseconds, the copy and two changes of threads an item cost more than the product.
-So a group of them is one task of the worker, and each is computed straight into its result.
+On a logical CPU device a product and the memory that it would be copied to are the same memory, so
+nothing is copied. Small items also share a task of the worker: two changes of threads an item would
+cost more than the product.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from streamlap import _native, observe, watch
 from streamlap.devices import Place, compute_on, place_of
+from streamlap.errors import PoolExhausted
 from streamlap.grouped import Layout, multiply
 from streamlap.lanes import Control, annotate
 from streamlap.modes import on_worker
@@ -26,90 +27,124 @@ MULTIPLIED = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
 
+Results = list[torch.Tensor]
 
-def small_products(
+
+def host_products(
     x: Any, n: Any, depth: int | None, pin: bool | None, pool: PinnedPool | None
-) -> list[torch.Tensor] | None:
+) -> Results | list[Results] | None:
     """Return the results of a call with nothing unusual in it; None sends it the general way.
 
     Whatever the general way would refuse goes there, to be refused.
     """
-    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.requires_grad:
-        return None
-    if x.layout is not torch.strided or x.dtype not in MULTIPLIED or x.is_nested:
-        return None
-    shape, nbytes = x.shape, x.nbytes
-    tiny = policy().tiny_item_bytes
-    if len(shape) != 2 or shape[0] != shape[1] or not 0 < nbytes <= tiny:
+    many = isinstance(x, (list, tuple))
+    inputs = list(x) if many else [x]
+    if not inputs or not all(_is_usual(one) for one in inputs):
         return None
     if type(n) is not int or n < 1 or depth is not None or pool is not None:
         return None
-    if (
-        (pin is not None and pin is not True)
-        or torch.is_autocast_enabled("cpu")
-        or on_worker()
-        or observe.watched()
-    ):
+    if (pin is not None and pin is not True) or torch.is_autocast_enabled("cpu"):
+        return None
+    if on_worker() or observe.watched():
         return None
     watch.enter()
-    place = place_of(x.device)
-    own_pool = pool_for(place)
-    layout = Layout(nbytes, n, policy().depth, tiny)
-    if not own_pool._has_room(layout.group * layout.pitch, layout.groups):
+    control = Control()
+    lanes = []
+    needed: dict[PinnedPool, int] = {}
+    for position, one in enumerate(inputs):
+        place = place_of(one.device, position)
+        lane = _Lane(one, n, place, pool_for(place), control)
+        lanes.append(lane)
+        needed[lane.pool] = needed.get(lane.pool, 0) + lane.nbytes
+    if not all(owner._has_room(nbytes, 1) for owner, nbytes in needed.items()):
         return None
-    return _Groups(x, n, layout, place, own_pool).results()
+    try:
+        results = _computed(lanes, control)
+    except PoolExhausted:  # another thread took the room
+        if pin:
+            raise
+        return None
+    return results if many else results[0]
 
 
-class _Groups:
-    """The groups of one call; two at once are the worker's, so that it waits for nobody."""
+def _is_usual(x: Any) -> bool:
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.requires_grad:
+        return False
+    if x.layout is not torch.strided or x.dtype not in MULTIPLIED or x.is_nested:
+        return False
+    return x.ndim == 2 and x.shape[0] == x.shape[1] and x.nbytes > 0
+
+
+def _computed(lanes: list[_Lane], control: Control) -> list[Results]:
+    try:
+        going = list(lanes)
+        while going:  # in turns, so that all workers have something to do
+            going = [lane for lane in going if lane.advance()]
+            control.check()
+        for lane in lanes:
+            lane.finish()
+        control.check()
+    except BaseException as error:
+        control.stop(error)  # what the workers have not begun is left out
+        for lane in lanes:
+            if not isinstance(error, KeyboardInterrupt):
+                lane.drain()
+            lane.results.clear()  # or the traceback would keep them
+        control.forget()
+        raise
+    return [lane.results for lane in lanes]
+
+
+class _Lane:
+    """The items of one input, group by group; two groups are the worker's, so that it waits for
+    nobody."""
 
     def __init__(
-        self, x: torch.Tensor, n: int, layout: Layout, place: Place, pool: PinnedPool
+        self, x: torch.Tensor, n: int, place: Place, pool: PinnedPool, control: Control
     ) -> None:
+        now = policy()
+        self._layout = Layout(x.nbytes, n, now.depth, now.tiny_item_bytes)
         self._x = x
         self._n = n
-        self._layout = layout
         self._place = place
-        self._pool = pool
-        self._results: list[torch.Tensor] = []
-        self._control = Control()
+        self._control = control
+        self._flying: list[_native.Event] = []
+        self._started = 0
+        self.pool = pool
+        self.nbytes = n * self._layout.pitch
+        self.results: Results = []
 
-    def results(self) -> list[torch.Tensor]:
-        """Compute all of them."""
-        group = self._layout.group
-        flying: list[_native.Event] = []
-        try:
-            for first in range(0, self._n, group):
-                if len(flying) == 2:
-                    flying.pop(0).synchronize()  # site: host_products.room
-                    self._control.check()
-                flying.append(self._start(first, min(group, self._n - first)))
-            for event in flying:
-                event.synchronize()  # site: host_products.sync
-            self._control.check()
-        except BaseException as error:
-            self._control.stop(error)  # what the worker has not begun is left out
-            if not isinstance(error, KeyboardInterrupt):
-                for event in flying:
-                    with contextlib.suppress(Exception):
-                        event.synchronize()  # site: host_products.drain
-            self._results.clear()  # or the traceback would keep them
-            self._control.forget()
-            raise
-        return self._results
+    def advance(self) -> bool:
+        """Start the next group, once there is room for it; False when all are started."""
+        if self._started == self._n:
+            return False
+        if len(self._flying) == 2:
+            self._flying.pop(0).synchronize()  # site: host_products.room
+        count = min(self._layout.group, self._n - self._started)
+        self._start(self._started, count)
+        self._started += count
+        return True
 
-    def _start(self, first: int, count: int) -> _native.Event:
-        layout, stream = self._layout, self._place.compute_stream()
-        block = self._pool._allocate(count * layout.pitch)
-        made = [
-            view_of(block, self._x.shape, self._x.dtype, None, item * layout.pitch)
-            for item in range(count)
-        ]
-        self._results += made
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for event in self._flying:
+            event.synchronize()  # site: host_products.sync
+
+    def drain(self) -> None:
+        """After an error: wait until the worker has done with the input."""
+        for event in self._flying:
+            with contextlib.suppress(Exception):
+                event.synchronize()  # site: host_products.drain
+
+    def _start(self, first: int, count: int) -> None:
+        x, pitch = self._x, self._layout.pitch
+        block = self.pool._allocate(count * pitch)
+        made = [view_of(block, x.shape, x.dtype, None, item * pitch) for item in range(count)]
+        self.results += made
         compute_on(self._place, lambda: self._multiply(made, first), self._control.stop)
-        return stream.record()  # site: host_products.record
+        self._flying.append(self._place.compute_stream().record())  # site: host_products.record
 
-    def _multiply(self, made: list[torch.Tensor], first: int) -> None:
+    def _multiply(self, made: Results, first: int) -> None:
         index = first
         try:
             with torch.no_grad():

@@ -16,7 +16,7 @@ from streamlap.devices import Place, StreamLike, as_stream, compute_on, current_
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted, UnsupportedTensor
 from streamlap.group import Slot, TransferGroup
-from streamlap.host_products import small_products
+from streamlap.host_products import host_products
 from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
 from streamlap.modes import CallerModes, on_worker
@@ -210,10 +210,12 @@ def pipelined_run(
     panels = as_panels(panels)
     if fn is None and out is None and dtype is None and wait is True:
         products = usual_products(x, n, depth, pin, pool, policy().depth, panels)
-        if products is None and (not panels or panels == 1):
-            products = small_products(x, n, depth, pin, pool)
         if products is not None:
             return products
+        if not panels or panels == 1:
+            on_host = host_products(x, n, depth, pin, pool)
+            if on_host is not None:
+                return on_host
     watch.enter()
     many = isinstance(x, (list, tuple))
     inputs = list(x) if many else [x]
