@@ -1,6 +1,5 @@
 #include "transfer/staging.h"
 
-
 #include <algorithm>
 #include <deque>
 #include <thread>

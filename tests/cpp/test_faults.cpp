@@ -505,20 +505,13 @@ struct Program {
   void (*run)(World&);
 };
 const std::vector<Program> programs = {
-    {"chunks", chunks},
-    {"tree", tree},
-    {"gather", gather},
-    {"late", late},
-    {"finish", finish},
-    {"open_ended", open_ended},
-    {"abandoned", abandoned},
-    {"to_device", to_device},
-    {"staged", staged},
-    {"reshaped", reshaped},
-    {"neighbours", neighbours},
-    {"pool_reuse", pool_reuse},
-    {"pool_limit", pool_limit},
-    {"trim", trim},
+    {"chunks", chunks},         {"tree", tree},
+    {"gather", gather},         {"late", late},
+    {"finish", finish},         {"open_ended", open_ended},
+    {"abandoned", abandoned},   {"to_device", to_device},
+    {"staged", staged},         {"reshaped", reshaped},
+    {"neighbours", neighbours}, {"pool_reuse", pool_reuse},
+    {"pool_limit", pool_limit}, {"trim", trim},
 };
 
 // ---- the sweep
