@@ -26,6 +26,7 @@ BUILTIN = {
     "CaptureError": RuntimeError,
     "ForkedProcess": RuntimeError,
     "OrderError": RuntimeError,
+    "GradientsIncomplete": RuntimeError,
 }
 
 

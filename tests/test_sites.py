@@ -306,6 +306,7 @@ def test_what_a_checksum_reads_lives_although_the_call_was_interrupted(simulatio
     assert simulation.pool.stats()["live"] > 0
     gate.open()
     copy_stream(simulation).synchronize()
+    assert eventually(lambda: simulation.place(0).engine.abandoned() == 0)
     assert nothing_in_flight(simulation)
     gc.collect()
     assert alive() is None
