@@ -94,7 +94,7 @@ cpp-test: $(READY) ## C++ tests, with CUDA as asked and without, and the mutatio
 py-test: build build-host ## Python tests, their mutation gate, and that the module without CUDA loads
 	PYTHONPATH=$(HOST) $(PY) -c 'from streamlap import _native as n; assert "$(HOST)" in n.__file__ and n.cuda_reason()'
 	$(PY) tests/python_mutants.py
-	$(PY) -m pytest -q -rs $(PYTEST_ARGS)
+	$(PY) -m pytest -q -rs -n 2 $(PYTEST_ARGS)
 
 wheel: $(READY) ## sdist and wheel into dist/
 	$(PY) -m build --no-isolation --sdist --wheel

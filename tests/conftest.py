@@ -84,6 +84,16 @@ def served_by(request, monkeypatch):
     CHECKED["accesses"] += serving.accesses
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # one of several processes
+        session.config.workeroutput["checked"] = dict(CHECKED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    CHECKED.update(getattr(node, "workeroutput", {}).get("checked", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     if CHECKED["tests"]:
         terminalreporter.write_line(
