@@ -16,7 +16,8 @@ _CONVERTIBLE = {
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 }
 
-_LARGEST = 1 << 62  # bytes or counts: room for sums in 64 bits
+LARGEST = 1 << 62
+"""Bytes or counts: room for sums in 64 bits."""
 
 
 def as_count(value: object, what: str, least: int = 0) -> int:
@@ -30,7 +31,7 @@ def as_count(value: object, what: str, least: int = 0) -> int:
     if count < least:
         wanted = "not be negative" if least == 0 else f"be at least {least}"
         raise InvalidArgument(f"{what} must {wanted}, not {count}")
-    if count > _LARGEST:
+    if count > LARGEST:
         raise InvalidArgument(f"{what} of {count} is beyond what can be counted")
     return count
 
