@@ -142,7 +142,7 @@ def test_plans_that_make_no_sense_are_refused(where):
         TreeCopy(like=[x, ints], scale=2)
     with pytest.raises(streamlap.UnsupportedTensor, match="counted"):
         TreeCopy(like=x.double(), nonfinite=True)
-    for scale in (float("inf"), float("nan"), 1e39):
+    for scale in (float("inf"), float("nan"), 1e39, 10**400, np.float64("nan")):
         with pytest.raises(streamlap.InvalidArgument, match="finite"):
             TreeCopy(like=x, scale=scale)
     for scale in ("2", True, torch.tensor(2.0)):
@@ -158,7 +158,7 @@ def test_plans_that_make_no_sense_are_refused(where):
 def test_a_plan_casts_scales_and_counts_in_one_pass(where, wanted):
     trees = [[random_bits(n, d, where) for n in (1, 7, 64, 5001)] for d in (torch.float32,) * 2]
     copy = TreeCopy(like=trees[0], dtype=wanted, scale=1.0, nonfinite=True)
-    for tree, scale in zip(trees, (0.25, 3e-5), strict=True):
+    for tree, scale in zip(trees, (0.25, np.float32(3e-5)), strict=True):
         transfer = copy(tree, scale=scale)
         for source, got in zip(tree, transfer.result(), strict=True):
             with np.errstate(all="ignore"):

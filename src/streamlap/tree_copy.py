@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -392,11 +393,15 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 def _as_scale(scale: object) -> float | None:
     if scale is None:
         return None
-    if isinstance(scale, (bool, str, torch.Tensor)) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):  # NumPy's, too
         raise InvalidType(f"scale must be a number, not {scale!r}")
-    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= torch.finfo(torch.float32).max:
         raise InvalidArgument(f"scale must be a finite float32, not {scale}")
-    return float(scale)
+    return number
 
 
 def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
