@@ -677,6 +677,9 @@ def test_an_interrupted_wait_is_made_up_for(where, monkeypatch):
         def __init__(self, stream):
             self._stream = stream
 
+        def wait(self, event):
+            self._stream.wait(event)
+
         def record(self):
             event = self._stream.record()
 
