@@ -91,6 +91,14 @@ def test_earlier_results_are_filled_again(where):
     assert "gather" in transfer.stats()["paths"]
 
 
+def test_leaves_without_elements_lie_in_any_way(where):
+    empty = torch.empty(3, 0, 2, device=where)
+    tree = [empty.permute(2, 0, 1), random_bits(10, where=where), empty[::2], empty.conj()]
+    copy = TreeCopy(like=tree)
+    first = copy(tree).result()
+    assert same_tree(copy([*tree[:2], empty[1:], tree[3]], out=first).result(), on_host(tree))
+
+
 def test_what_is_no_earlier_result_is_refused(where):
     xs = [random_bits(10, where=where) for _ in range(3)]
     copy = TreeCopy(like=xs)

@@ -426,6 +426,8 @@ def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
 
 
 def _lies_as(tensor: torch.Tensor, leaf: _Leaf) -> bool:
+    if not tensor.numel():
+        return True
     if not is_plain(tensor):
         return False
     return tensor.stride() == leaf.stride or all(
