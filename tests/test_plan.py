@@ -440,6 +440,21 @@ def test_a_plan_inside_itself_is_refused(kind):
     plans.clear()
 
 
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_closing_a_plan_inside_itself_is_refused(kind):
+    plans = []
+
+    def fn(x):
+        with contextlib.closing(plans[0]):
+            return x + 1
+
+    x = torch.ones(4, 4, device=kind)
+    plans.append(Pipeline(fn, x, 2, graph=False if kind != "cpu" else None))
+    with pytest.raises(InvalidArgument, match="fn of a plan closes that plan"):
+        plans[0](x)
+    plans.pop().close()
+
+
 def test_closing_and_dying_give_all_back(where, graph):
     x = random_numbers((64, 64), where=where)
     before = streamlap.pool_stats(where)["live"]

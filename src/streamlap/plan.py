@@ -247,7 +247,12 @@ class Pipeline:
         """Give the graph and all memory back, after the call in progress if there is one.
 
         Results that somebody holds stay as they are. A closed plan cannot be called.
+
+        Raises:
+            InvalidArgument: from inside its own ``fn``.
         """
+        if id(self) in _running.get():
+            raise InvalidArgument("fn of a plan closes that plan")
         with self._lock:
             self._closed = True
             graph, self._graph = self._graph, None
