@@ -60,16 +60,18 @@ def as_dtype(value: object, *, convert: bool = True) -> torch.dtype | None:
     return value
 
 
-def as_seconds(value: object) -> float:
-    """Return a timeout in seconds."""
+def as_seconds(value: object, what: str = "timeout") -> float:
+    """Return a time in seconds."""
     if isinstance(value, (bool, str, torch.Tensor)):
-        raise InvalidType(f"timeout must be seconds, not {value!r}")
+        raise InvalidType(f"{what} must be seconds, not {value!r}")
     try:
         seconds = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise InvalidType(f"timeout must be seconds, not {value!r}") from None
+        raise InvalidType(f"{what} must be seconds, not {value!r}") from None
+    except OverflowError:
+        raise InvalidArgument(f"{what} of {value} is beyond what can be counted") from None
     if not seconds >= 0:
-        raise InvalidArgument(f"timeout must not be negative, not {value}")
+        raise InvalidArgument(f"{what} must not be negative, not {value}")
     return seconds
 
 

@@ -18,13 +18,14 @@ from streamlap.arrays import (
     TreeSpec,
     as_destination,
     as_source,
+    contiguous_stride,
     flatten,
     is_dense,
     is_plain,
     version_of,
 )
 from streamlap.batch import Copied, Counts, Part, on_stream
-from streamlap.checks import as_dtype, as_flag
+from streamlap.checks import as_count, as_dtype, as_flag
 from streamlap.devices import Place, StreamLike, place_of, require_no_capture, streams_in_use
 from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 from streamlap.moving import Change, check_counted, counts_for, new_plan
@@ -67,6 +68,7 @@ class _Block:
             count = math.prod(leaf.shape)
             if element[0] == "bytes":
                 count *= leaf.dtype.itemsize
+            as_count(count, f"the size of leaf {leaf.index}")
             described.append((*element, count, None))
         self.plan = new_plan(described, True, change)
         for leaf, offset in zip(leaves, self.plan.offsets, strict=True):
@@ -131,7 +133,7 @@ class TreeCopy:
                 continue
             tensor = source.tensor
             place = place_of(tensor.device)
-            stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
+            stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
             groups.setdefault(place, []).append(
                 _Leaf(
                     index,
@@ -384,10 +386,6 @@ class _Views:
             count = self._block.nbytes // dtype.itemsize
             flat = self._typed[dtype] = torch.frombuffer(self._block, dtype=dtype, count=count)
         return flat.as_strided(shape, stride, offset // dtype.itemsize)
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _as_scale(scale: object) -> float | None:
