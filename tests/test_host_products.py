@@ -100,6 +100,46 @@ def test_inputs_that_are_strided(short):
     assert len(short) == 2
 
 
+def test_inference(short):
+    x = random_numbers((16, 16))
+    with torch.inference_mode():
+        results = pipelined_run(x, n=20)
+        assert all(same_bits(result, x.mm(x)) and result.is_inference() for result in results)
+        made = random_numbers((16, 16))
+    assert same_bits(pipelined_run(made, n=2)[1], made.mm(made))
+    assert len(short) == 2
+
+
+def test_results_that_fit_one_by_one_only(short, monkeypatch):
+    """A group's block is rounded up, too."""
+
+    def refused(*_args):
+        raise streamlap.PoolExhausted("no room for a group", 0, 0)
+
+    monkeypatch.setattr(host_products, "_computed", refused)
+    x = random_numbers((16, 16))
+    for pin in (None, True):
+        assert same_bits(pipelined_run(x, n=3, pin=pin)[2], x.mm(x))
+    assert len(short) == 2
+
+
+@pytest.mark.parametrize("n", [1 << 56, 1 << 60, 1 << 62])
+def test_more_than_there_can_be(n):
+    x = random_numbers((16, 16))
+    with pytest.raises(streamlap.PoolExhausted):
+        pipelined_run(x, n=n, pin=True)
+    with pytest.raises(streamlap.PoolExhausted):
+        streamlap.Pipeline(like=x, n=n)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_torch_has_no_product_for_on_a_cpu():
+    x = torch.zeros(4, 4, dtype=torch.complex32)
+    for call in (pipelined_run, streamlap.run, lambda x: streamlap.Pipeline(like=x)):
+        with pytest.raises(streamlap.UnsupportedTensor, match="complex32"):
+            call(x)
+
+
 def test_inputs_of_several_devices_and_of_any_size(short):
     inputs = [random_numbers((rows, rows)) for rows in (600, 3, 40)]
     expected = [x.mm(x) for x in inputs]

@@ -178,6 +178,20 @@ def test_gradients_are_left_outside(where, graph):
     assert same_tree(made_here(x), [x.mm(x).cpu()] * 2)
 
 
+def test_the_dtype_of_autocast(where, graph):
+    x = random_numbers((32, 32), where=where)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        plan = Pipeline(like=x, n=3, graph=graph)
+        for _ in range(2):
+            assert same_tree(plan(x), [x.mm(x).cpu()] * 3)
+            outs = [torch.empty(32, 32, dtype=torch.bfloat16) for _ in range(3)]
+            assert same_tree(streamlap.pipelined_run(x, 3, out=outs), [x.mm(x).cpu()] * 3)
+        with pytest.raises(InvalidArgument, match=r"out\[0\] has dtype"):
+            streamlap.pipelined_run(x, 3, out=torch.empty(3, 32, 32))
+        double = x.double()
+        assert same_tree(Pipeline(like=double, n=1, graph=graph)(double), [double.mm(double).cpu()])
+
+
 def test_numpy(where, graph):
     xp = np if where == "cpu" else pytest.importorskip("cupy")
     like, new = xp.ones((8, 8), "float32"), xp.asarray
@@ -426,6 +440,21 @@ def test_a_plan_inside_itself_is_refused(kind):
     plans.clear()
 
 
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_closing_a_plan_inside_itself_is_refused(kind):
+    plans = []
+
+    def fn(x):
+        with contextlib.closing(plans[0]):
+            return x + 1
+
+    x = torch.ones(4, 4, device=kind)
+    plans.append(Pipeline(fn, x, 2, graph=False if kind != "cpu" else None))
+    with pytest.raises(InvalidArgument, match="fn of a plan closes that plan"):
+        plans[0](x)
+    plans.pop().close()
+
+
 def test_closing_and_dying_give_all_back(where, graph):
     x = random_numbers((64, 64), where=where)
     before = streamlap.pool_stats(where)["live"]
@@ -663,6 +692,9 @@ def test_an_interrupted_wait_is_made_up_for(where, monkeypatch):
         def __init__(self, stream):
             self._stream = stream
 
+        def wait(self, event):
+            self._stream.wait(event)
+
         def record(self):
             event = self._stream.record()
 
@@ -677,7 +709,7 @@ def test_an_interrupted_wait_is_made_up_for(where, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             plan(x)
         monkeypatch.setattr(graphs, "current_stream", real)
-    plan._graph._flying = plan._graph._flying.own
+    plan._graph._flying = graphs._launched[plan._place] = plan._graph._flying.own
     assert not plan._graph._flying.done()
     gate.open()
     assert same_tree(plan(y), [y.mm(y).cpu()] * N)
@@ -755,6 +787,7 @@ def captured(monkeypatch):
         return graphs.Captured(fn, x, n, streams, dtype, pool_for(place), place, forced), log
 
     make.earlier = earlier
+    make.log = log
     return make
 
 
@@ -816,12 +849,49 @@ class Launched:
         self.log.append("waited for")
 
 
+class Unchecked:
+    """A place whose runtime wants to be told of nothing."""
+
+    checked = False
+
+
+@pytest.mark.parametrize("way", WAYS[:1])
+def test_graphs_of_one_device_do_not_run_side_by_side(captured, monkeypatch):
+    """They share what a library keeps for the stream of their capture."""
+    monkeypatch.setattr(graphs, "_launched", {})
+    place, log = Unchecked(), []
+
+    def current(name):
+        return types.SimpleNamespace(
+            record=lambda: Launched([f"end on {name}"]),
+            wait=lambda event: log.append((name, "after", event.log[0])),
+        )
+
+    plans = [captured(None, random_numbers((16, 16)), 3)[0] for _ in range(2)]
+    for plan, name in zip(plans, ["first", "second"], strict=True):
+        plan._place = place
+        plan._graph = types.SimpleNamespace(replay=lambda name=name: log.append((name, "runs")))
+        monkeypatch.setattr(graphs, "current_stream", lambda place, name=name: current(name))
+        plan.run()
+    assert log == [("first", "runs"), ("second", "after", "end on first"), ("second", "runs")]
+
+
+@pytest.mark.parametrize("way", WAYS[:1])
+def test_what_was_prepared_in_vain_comes_before_the_caller_goes_on(captured):
+    """Its memory goes back to the caller's stream, and the warm-up may still write to it."""
+    shapes = itertools.count(2)
+    with pytest.raises(InvalidArgument, match="items of a plan are alike"):
+        captured(lambda x: x[: next(shapes)], random_numbers((16, 16)), 3, 2)
+    assert captured.log[-2:] == [("caller", "waits for", f"compute {index}") for index in (0, 1)]
+
+
 @pytest.mark.parametrize("way", WAYS[:1])
 def test_a_launch_is_waited_for_by_its_call_or_by_what_comes_next(captured, monkeypatch):
     graph, _ = captured(None, random_numbers((16, 16)), 3)
     log = []
     stream = types.SimpleNamespace(record=lambda: log.append("recorded") or Launched(log))
-    graph._place = types.SimpleNamespace(checked=False)  # of a real stream it would be told
+    monkeypatch.setattr(graphs, "_launched", {})
+    graph._place = Unchecked()  # of a real stream it would be told
     graph._graph = types.SimpleNamespace(replay=lambda: log.append("launched"))
     monkeypatch.setattr(graphs, "current_stream", lambda place: stream)
     graph.run()

@@ -59,6 +59,20 @@ def test_who_insists_on_pinned_memory_is_refused(where, pool):
     assert pool.stats()["spilled"] == 0
 
 
+@pytest.mark.parametrize("shape", [((1 << 62) - 1,), (1 << 31, 1 << 31)])
+@quiet
+def test_more_than_any_memory_has(shape):
+    source = torch.zeros((1,) * len(shape)).expand(shape)
+    for tree in (source, [source] * 2):
+        with pytest.raises(streamlap.PoolExhausted):
+            streamlap.to_cpu(tree, pin=True)
+        for pin in (None, False):
+            with pytest.raises(streamlap.OutOfMemory):
+                streamlap.to_cpu(tree, pin=pin)
+    with pytest.raises(streamlap.InvalidArgument):
+        streamlap.TreeCopy(like=source)
+
+
 @quiet
 def test_a_tree_of_small_leaves_past_the_limit(where, pool):
     held = streamlap.empty_pinned(4 * ITEM - 8192, torch.uint8, pool)

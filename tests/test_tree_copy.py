@@ -91,6 +91,14 @@ def test_earlier_results_are_filled_again(where):
     assert "gather" in transfer.stats()["paths"]
 
 
+def test_leaves_without_elements_lie_in_any_way(where):
+    empty = torch.empty(3, 0, 2, device=where)
+    tree = [empty.permute(2, 0, 1), random_bits(10, where=where), empty[::2], empty.conj()]
+    copy = TreeCopy(like=tree)
+    first = copy(tree).result()
+    assert same_tree(copy([*tree[:2], empty[1:], tree[3]], out=first).result(), on_host(tree))
+
+
 def test_what_is_no_earlier_result_is_refused(where):
     xs = [random_bits(10, where=where) for _ in range(3)]
     copy = TreeCopy(like=xs)
@@ -142,7 +150,7 @@ def test_plans_that_make_no_sense_are_refused(where):
         TreeCopy(like=[x, ints], scale=2)
     with pytest.raises(streamlap.UnsupportedTensor, match="counted"):
         TreeCopy(like=x.double(), nonfinite=True)
-    for scale in (float("inf"), float("nan"), 1e39):
+    for scale in (float("inf"), float("nan"), 1e39, 10**400, np.float64("nan")):
         with pytest.raises(streamlap.InvalidArgument, match="finite"):
             TreeCopy(like=x, scale=scale)
     for scale in ("2", True, torch.tensor(2.0)):
@@ -158,7 +166,7 @@ def test_plans_that_make_no_sense_are_refused(where):
 def test_a_plan_casts_scales_and_counts_in_one_pass(where, wanted):
     trees = [[random_bits(n, d, where) for n in (1, 7, 64, 5001)] for d in (torch.float32,) * 2]
     copy = TreeCopy(like=trees[0], dtype=wanted, scale=1.0, nonfinite=True)
-    for tree, scale in zip(trees, (0.25, 3e-5), strict=True):
+    for tree, scale in zip(trees, (0.25, np.float32(3e-5)), strict=True):
         transfer = copy(tree, scale=scale)
         for source, got in zip(tree, transfer.result(), strict=True):
             with np.errstate(all="ignore"):

@@ -25,6 +25,8 @@ constexpr Site site_dma_after{"staging.dma_after_copy_in"};
 constexpr Site site_sent{"staging.record_sent"};
 constexpr Site site_device_mark{"staging.record_device_mark"};
 constexpr Site site_taken{"staging.record_source_taken"};
+constexpr Site site_ask_writer{"staging.ask_writer"};
+constexpr Site site_after_writer{"staging.copy_out_after_writer"};
 constexpr Site site_drain{"staging.drain"};
 constexpr Site site_keep_drain{"staging.keep_what_cannot_be_drained"};
 constexpr Site site_keep_fresh{"staging.keep_fresh_destination"};
@@ -37,6 +39,13 @@ constexpr std::size_t smallest_chunk = std::size_t{512} << 10;
 
 std::size_t aligned(std::size_t bytes) {
   return (bytes + slot_alignment - 1) / slot_alignment * slot_alignment;
+}
+
+void add_written(std::vector<moves::Extent>& ranges, const TransferRequest& request) {
+  for (const CopyItem& item : request.items) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(item.dst);
+    if (item.bytes != 0) ranges.push_back({begin, begin + item.bytes});
+  }
 }
 
 }  // namespace
@@ -124,6 +133,7 @@ void Staging::issue(Transfer& transfer, const TransferRequest& request,
 void Staging::to_host(Transfer& transfer, const TransferRequest& request) {
   Runtime& runtime = *runtime_;
   const ChunkPlan& plan = transfer.plan_;
+  wait_for_writers(request);
   const std::vector<Present> present = populate(request);
   if (transfer.begin_) runtime.event_record(*transfer.begin_, arrivals_, site_begin);
   for (std::size_t first = 0; first < plan.chunks.size();) {
@@ -156,6 +166,9 @@ void Staging::to_host(Transfer& transfer, const TransferRequest& request) {
     ring_.put(slot, slot.copied);
     first = last;
   }
+  Writes& writes = writing_.emplace_back();
+  writes.done = transfer.copied_;
+  add_written(writes.ranges, request);
   runtime.event_record(*transfer.read_, dma_, site_read);
   for (StreamRef stream : {dma_, arrivals_, in_order_}) runtime.stream_reset_error(stream);
 }
@@ -253,6 +266,23 @@ void Staging::copy(const Transfer& transfer, const TransferRequest& request, std
   }
 }
 
+void Staging::wait_for_writers(const TransferRequest& request) {
+  const auto over = [&](const Writes& writes) {
+    return runtime_->event_state(*writes.done, site_ask_writer) == EventState::passed;
+  };
+  std::erase_if(writing_, over);
+  for (const Writes& earlier : writing_) {
+    std::vector<moves::Extent> ranges = earlier.ranges;
+    add_written(ranges, request);
+    if (!moves::any_overlap(ranges)) continue;
+    try {
+      sync_event(*runtime_, *earlier.done, site_after_writer);
+    } catch (...) {
+      if (!over(earlier)) throw;  // else the error is that transfer's
+    }
+  }
+}
+
 StreamRef Staging::next_copier() { return copiers_[next_copier_++ % copiers_used_]; }
 
 std::exception_ptr Staging::drain() noexcept {
@@ -276,7 +306,10 @@ std::exception_ptr Staging::drain() noexcept {
   for (StreamRef stream : copiers_) settle(stream);
   settle(in_order_);
   in_doubt_ = failed != nullptr;
-  if (!in_doubt_) ring_.reclaim();
+  if (!in_doubt_) {
+    ring_.reclaim();
+    writing_.clear();
+  }
   return failed;
 }
 

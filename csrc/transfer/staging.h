@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "moves/move.h"
 #include "transfer/request.h"
 #include "transfer/slot_ring.h"
 #include "transfer/transfer.h"
@@ -54,6 +55,12 @@ class Staging {
   // The events after which the pages of a fresh destination are present, a piece each.
   using Present = std::vector<EventPtr>;
 
+  // What the copies of a transfer write to, and the event after which they have.
+  struct Writes {
+    std::vector<moves::Extent> ranges;
+    EventPtr done;
+  };
+
   void make_streams(const StagingOptions& options);
   void to_host(Transfer& transfer, const TransferRequest& request);
   void to_device(Transfer& transfer, const TransferRequest& request);
@@ -63,6 +70,9 @@ class Staging {
   // Between a slot and the items that chunks `first` to `last` belong to.
   void copy(const Transfer& transfer, const TransferRequest& request, std::size_t first,
             std::size_t last, const Slot& slot, bool from_slot, StreamRef stream);
+  // Blocks the calling thread until no earlier transfer writes to the same memory: copiers work
+  // side by side, and the later transfer's bytes are to stay.
+  void wait_for_writers(const TransferRequest& request);
   StreamRef next_copier();
   // Waits for all that was issued and takes the errors off; then every slot is free. Gives the
   // error of a wait that failed: then nothing is known.
@@ -80,7 +90,8 @@ class Staging {
   std::size_t copiers_used_ = 1;  // as many as the options say; there may be more
   std::size_t populators_used_ = 1;
   std::size_t next_copier_ = 0;
-  bool in_doubt_ = false;  // what a failed transfer left may be under way
+  std::vector<Writes> writing_;  // of those that may be under way
+  bool in_doubt_ = false;        // what a failed transfer left may be under way
 };
 
 }  // namespace streamlap

@@ -117,6 +117,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of contiguous memory, however large that would be."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def _by_stride(tensor: torch.Tensor) -> list[tuple[int, int]]:
     pairs = [
         (size, stride)

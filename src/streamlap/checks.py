@@ -16,7 +16,8 @@ _CONVERTIBLE = {
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 }
 
-_LARGEST = 1 << 62  # bytes or counts: room for sums in 64 bits
+LARGEST = 1 << 62
+"""Bytes or counts: room for sums in 64 bits."""
 
 
 def as_count(value: object, what: str, least: int = 0) -> int:
@@ -30,7 +31,7 @@ def as_count(value: object, what: str, least: int = 0) -> int:
     if count < least:
         wanted = "not be negative" if least == 0 else f"be at least {least}"
         raise InvalidArgument(f"{what} must {wanted}, not {count}")
-    if count > _LARGEST:
+    if count > LARGEST:
         raise InvalidArgument(f"{what} of {count} is beyond what can be counted")
     return count
 
@@ -59,16 +60,18 @@ def as_dtype(value: object, *, convert: bool = True) -> torch.dtype | None:
     return value
 
 
-def as_seconds(value: object) -> float:
-    """Return a timeout in seconds."""
+def as_seconds(value: object, what: str = "timeout") -> float:
+    """Return a time in seconds."""
     if isinstance(value, (bool, str, torch.Tensor)):
-        raise InvalidType(f"timeout must be seconds, not {value!r}")
+        raise InvalidType(f"{what} must be seconds, not {value!r}")
     try:
         seconds = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise InvalidType(f"timeout must be seconds, not {value!r}") from None
+        raise InvalidType(f"{what} must be seconds, not {value!r}") from None
+    except OverflowError:
+        raise InvalidArgument(f"{what} of {value} is beyond what can be counted") from None
     if not seconds >= 0:
-        raise InvalidArgument(f"timeout must not be negative, not {value}")
+        raise InvalidArgument(f"{what} must not be negative, not {value}")
     return seconds
 
 

@@ -75,7 +75,8 @@ def to_cpu(
             that values cannot be converted to.
         InvalidType: an argument of the wrong type.
         InvalidArgument: a device that is not known, or an ``out`` that does not fit.
-        PoolExhausted: no pinned memory within the limit.
+        PoolExhausted: with ``pin=True``, no pinned memory within the limit.
+        OutOfMemory: the system gives no memory, pinned or ordinary.
         CaptureError: during CUDA graph capture.
 
     Stream order: starts after the work that ``stream`` has been given, and, with ``out``, after

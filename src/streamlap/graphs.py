@@ -71,8 +71,18 @@ class NotCaptured(Exception):
     """Why there is no graph."""
 
 
-_one_at_a_time = threading.RLock()  # captures, and the use of the streams below
+_one_at_a_time = threading.RLock()  # captures, launches, and the use of what is below
 _streams: dict[int, list[torch.cuda.Stream]] = {}
+# The end of the last launch. Graphs that were captured on one stream share what libraries keep for
+# each stream, such as the workspace of cuBLAS, and so they must not run side by side.
+_launched: dict[Place, _native.Event] = {}
+
+
+def _order_after_launches(stream: _native.Stream | None, place: Place) -> None:
+    """Let ``stream`` wait for all graphs of ``place`` so far. The lock is held."""
+    last = _launched.get(place)
+    if last is not None and stream is not None:
+        stream.wait(last)  # site: graphs.after_other_launches
 
 
 def _own_streams(place: Place, count: int) -> list[torch.cuda.Stream]:
@@ -115,38 +125,62 @@ class Captured:
         with _one_at_a_time, torch.no_grad():
             streams = _own_streams(place, compute_streams + 1)
             copies, computes = streams[0], streams[1:]
+            _order_after_launches(current_stream(place), place)
             self._order_after_caller(computes)
-            with torch.cuda.stream(computes[0]):
-                first = self._item(x.mm(x) if fn is None else fn(x))
-            self._shape, self._source_dtype = first.shape, first.dtype
-            like = torch.empty(first.shape, dtype=dtype or first.dtype, device="meta")
-            stride = dense_stride(first)
-            del first
-            nbytes = like.numel() * like.itemsize
-            if not nbytes:
-                raise NotCaptured("the items are empty")
-            if not forced and not is_small(nbytes, n):
-                raise NotCaptured(f"{n} items of {nbytes} bytes hide the cost of their calls")
-            self.results = StaticResults(n, like, stride, pool)
-            step = self.results.step
-            template = torch.empty(0, dtype=torch.uint8, device=x.device)
-            self._buffer = new_like((n * step,), (1,), template)
-            self._items = carve(self._buffer, n, step, like, stride)
-            # Each stream has a workspace of its own in cuBLAS, which must not be made in a capture.
-            self._order_after_caller(computes)
-            for stream in computes * _WARM_UPS:
-                with torch.cuda.stream(stream):
-                    self._compute(0)
-            for stream in computes:
-                stream.synchronize()  # site: graphs.warm_before_capture
+            try:
+                self._warm_up(computes, n, dtype, pool, forced)
+            except BaseException:
+                self._order_caller_after(computes)
+                raise
+            groups = copy_groups(n, self.results.step)
             self._graph = _captured(
-                lambda: self._issue(computes, copies, copy_groups(n, step)), computes[0], place
+                lambda: self._issue(computes, copies, groups), computes[0], place
             )
+
+    def _warm_up(
+        self,
+        computes: list[torch.cuda.Stream],
+        n: int,
+        dtype: torch.dtype | None,
+        pool: PinnedPool,
+        forced: bool,
+    ) -> None:
+        """Find out what the items are, make room for them, and compute on each stream."""
+        fn, x = self._fn, self._x
+        with torch.cuda.stream(computes[0]):
+            first = self._item(x.mm(x) if fn is None else fn(x))
+        self._shape, self._source_dtype = first.shape, first.dtype
+        like = torch.empty(first.shape, dtype=dtype or first.dtype, device="meta")
+        stride = dense_stride(first)
+        del first
+        nbytes = like.numel() * like.itemsize
+        if not nbytes:
+            raise NotCaptured("the items are empty")
+        if not forced and not is_small(nbytes, n):
+            raise NotCaptured(f"{n} items of {nbytes} bytes hide the cost of their calls")
+        self.results = StaticResults(n, like, stride, pool)
+        step = self.results.step
+        template = torch.empty(0, dtype=torch.uint8, device=x.device)
+        self._buffer = new_like((n * step,), (1,), template)
+        self._items = carve(self._buffer, n, step, like, stride)
+        # Each stream has a workspace of its own in cuBLAS, which must not be made in a capture.
+        self._order_after_caller(computes)
+        for stream in computes * _WARM_UPS:
+            with torch.cuda.stream(stream):
+                self._compute(0)
+        for stream in computes:
+            stream.synchronize()  # site: graphs.warm_before_capture
 
     def _order_after_caller(self, streams: list[torch.cuda.Stream]) -> None:
         current = torch.cuda.current_stream(self._place.index)
         for stream in streams:
             stream.wait_stream(current)  # site: graphs.after_caller
+
+    def _order_caller_after(self, streams: list[torch.cuda.Stream]) -> None:
+        """After an error: the memory that goes back to the caller's stream may still be in use."""
+        current = torch.cuda.current_stream(self._place.index)
+        for stream in streams:
+            current.wait_stream(stream)  # site: graphs.caller_after_failure
 
     def _item(self, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -206,9 +240,12 @@ class Captured:
         assert stream is not None
         if place.checked:
             place.runtime.declare(stream, block.data_ptr(), block.nbytes, True)
-        with observe.graph(place):
-            self._graph.replay()
-        self._flying = stream.record()  # site: graphs.record_end
+        with _one_at_a_time:
+            _order_after_launches(stream, place)
+            with observe.graph(place):
+                self._graph.replay()
+            self._flying = stream.record()  # site: graphs.record_end
+            _launched[place] = self._flying
         self._flying.synchronize()  # site: graphs.sync
         self._flying = None
         if place.checked:

@@ -60,9 +60,7 @@ def host_products(
         return None
     try:
         results = _computed(lanes, control)
-    except PoolExhausted:  # another thread took the room
-        if pin:
-            raise
+    except PoolExhausted:  # the room was taken, or single results would fit and groups do not
         return None
     return results if many else results[0]
 
@@ -108,6 +106,8 @@ class _Lane:
         self._n = n
         self._place = place
         self._control = control
+        # What is made in inference mode can be written in that mode only, by the worker too.
+        self._inference = torch.is_inference_mode_enabled()
         self._flying: list[_native.Event] = []
         self._started = 0
         self.pool = pool
@@ -147,7 +147,7 @@ class _Lane:
     def _multiply(self, made: Results, first: int) -> None:
         index = first
         try:
-            with torch.no_grad():
+            with torch.inference_mode(self._inference), torch.no_grad():
                 for result in made:
                     if self._control.stopped:
                         return

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from streamlap import _native, observe, watch
-from streamlap.checks import as_count, as_dtype, as_flag
+from streamlap.checks import LARGEST, as_count, as_dtype, as_flag
 from streamlap.devices import (
     Place,
     StreamLike,
@@ -130,6 +130,8 @@ class PinnedPool:
 
     def _take(self, nbytes: int) -> _native.Block:
         pool = self._pool()
+        if nbytes > LARGEST:
+            raise PoolExhausted(f"{nbytes} bytes are more than any pool has", pool.live, pool.limit)
         try:
             return pool.allocate(nbytes)
         except PoolExhausted:
@@ -140,6 +142,8 @@ class PinnedPool:
     def _has_room(self, nbytes: int, count: int) -> bool:
         """Return whether ``count`` blocks for ``nbytes`` can ever be had beside what is held."""
         pool = self._pool()
+        if nbytes > LARGEST:
+            return False
         return pool.has_room(nbytes, count) or (
             self._refresh_limit() and pool.has_room(nbytes, count)
         )

@@ -16,6 +16,7 @@ from streamlap.devices import Place, StreamLike, as_stream, compute_on, current_
 from streamlap.devices import require_no_capture as _require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted, UnsupportedTensor
 from streamlap.group import Slot, TransferGroup
+from streamlap.host_products import MULTIPLIED as MULTIPLIED_ON_HOST
 from streamlap.host_products import host_products
 from streamlap.lanes import Control, HostLane, InlineLane, Job, Lane, annotate
 from streamlap.mapping import map_items
@@ -409,9 +410,16 @@ def checked_x(x: Any, fn: Fn | None, position: int) -> _Input:
 
 def _check_multiplies(x: torch.Tensor) -> None:
     """Refuse dtypes that torch has no product for, before the first item."""
-    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    if x.dtype not in MULTIPLIED and (x.is_cuda or x.dtype not in integers):
+    if x.dtype not in (MULTIPLIED if x.is_cuda else MULTIPLIED_ON_HOST):
         raise UnsupportedTensor(f"torch multiplies no matrices of {x.dtype} on {x.device}")
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of ``x.mm(x)`` here, under autocast or not."""
+    kind = x.device.type
+    if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
 
 
 def _checked_outs(
@@ -441,7 +449,7 @@ def _checked_outs(
             if tensor.device.type != "cpu":
                 raise InvalidArgument(f"out[{index}] is on {tensor.device}, not on the host")
             if fn is None:
-                check_matches(tensor, x.shape, dtype or x.dtype, f"out[{index}]")
+                check_matches(tensor, x.shape, dtype or product_dtype(x), f"out[{index}]")
             every.append(tensor)
         lanes.append(items)
     pair = overlapping(every)
@@ -464,7 +472,10 @@ def _check_room(
     counts: dict[tuple[PinnedPool, int], int] = {}
     for given in checked:
         tensor = given.argument
-        key = (pool or pool_for(given.place), tensor.numel() * (dtype or tensor.dtype).itemsize)
+        key = (
+            pool or pool_for(given.place),
+            tensor.numel() * (dtype or product_dtype(tensor)).itemsize,
+        )
         counts[key] = counts.get(key, 0) + n
     # Inputs of different sizes are judged one size at a time; the rest shows when it is reached.
     for (target, nbytes), count in counts.items():

@@ -20,7 +20,7 @@ from streamlap.errors import CaptureError, InvalidArgument, InvalidType
 from streamlap.graphs import MOST_STREAMS, Captured, NotCaptured
 from streamlap.lanes import current_device
 from streamlap.pinned import PinnedPool, as_pool, pool_for
-from streamlap.pipeline import Fn, as_depth, checked_x, pipelined_run
+from streamlap.pipeline import Fn, as_depth, checked_x, pipelined_run, product_dtype
 from streamlap.static_memory import StaticInput, StaticResults, dense_stride
 
 # The plans whose calls led to the code that runs, on a worker too: one that waited for its own end
@@ -122,7 +122,7 @@ class Pipeline:
                 self.reason = f"like is on {self._place}"
             if self._outs is None and (fn is None or not self.n):
                 x = self._input.tensor
-                item = torch.empty(x.shape, dtype=self._dtype or x.dtype, device="meta")
+                item = torch.empty(x.shape, dtype=self._dtype or product_dtype(x), device="meta")
                 self._outs = StaticResults(self.n, item, dense_stride(item), self._pool).items
 
     @property
@@ -247,7 +247,12 @@ class Pipeline:
         """Give the graph and all memory back, after the call in progress if there is one.
 
         Results that somebody holds stay as they are. A closed plan cannot be called.
+
+        Raises:
+            InvalidArgument: from inside its own ``fn``.
         """
+        if id(self) in _running.get():
+            raise InvalidArgument("fn of a plan closes that plan")
         with self._lock:
             self._closed = True
             graph, self._graph = self._graph, None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from streamlap import _native, foreign
-from streamlap.arrays import Source, as_source, is_dense, is_plain
+from streamlap.arrays import Source, as_source, contiguous_stride, is_dense, is_plain
 from streamlap.batch import (
     Batch,
     Copied,
@@ -22,6 +22,7 @@ from streamlap.batch import (
     same_layout,
     submit_batch,
 )
+from streamlap.checks import LARGEST
 from streamlap.devices import (
     Place,
     StreamLike,
@@ -32,7 +33,7 @@ from streamlap.devices import (
     streams_in_use,
 )
 from streamlap.direct import copy_out
-from streamlap.errors import InvalidArgument, PoolExhausted
+from streamlap.errors import InvalidArgument, OutOfMemory, PoolExhausted
 from streamlap.moving import (
     ELEMENTS,
     PLAIN,
@@ -308,8 +309,7 @@ def _destination(
         if place.is_cuda and out.numel() and not is_dense(out):
             stage = pool._new(tensor.shape, wanted, None, tensor.numel())
         return Copied(out, source.as_numpy, given), stage
-    like = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
-    stride = like.stride()
+    stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
     count = tensor.numel()
     if pin is not False:
         pinned = small.take(tensor.shape, wanted, stride)
@@ -330,8 +330,13 @@ def _new_ordinary(
 ) -> torch.Tensor:
     """Return a tensor in ordinary memory; a mapping's pages become present as it is written."""
     nbytes = count * dtype.itemsize
+    if nbytes > LARGEST:
+        raise OutOfMemory(f"{nbytes} bytes are more than any system has")
     if nbytes < MAPPED or not place.is_cuda:
-        made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        try:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        except RuntimeError as error:
+            raise OutOfMemory(f"the system refused {nbytes} bytes: {error}") from error
     else:
         flat = torch.frombuffer(_native.Pages(nbytes), dtype=dtype, count=count)
         made = flat.as_strided(shape, stride)

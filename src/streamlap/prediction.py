@@ -97,7 +97,7 @@ def predict(
     Launching costs nothing, results are pinned and memory is warm. Thread-safe.
     """
     watch.enter()
-    seconds = as_seconds(compute)
+    seconds = as_seconds(compute, "compute")
     size = as_count(nbytes, "nbytes")
     count = as_count(n, "n")
     window = as_count(depth, "depth", 1)

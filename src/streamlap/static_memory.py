@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from streamlap import foreign
-from streamlap.arrays import Source, as_source, is_dense
+from streamlap.arrays import Source, as_source, contiguous_stride, is_dense
 from streamlap.devices import Place, as_stream, current_stream, require_no_capture
 from streamlap.errors import InvalidArgument, InvalidType
 from streamlap.pinned import PinnedPool
@@ -31,7 +31,7 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the tensor's strides where they leave no gaps, else those of contiguous memory."""
     if is_dense(tensor):
         return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
+    return contiguous_stride(tensor.shape)
 
 
 def _is_strided(x: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from streamlap.arrays import (
     TreeSpec,
     as_destination,
     as_source,
+    contiguous_stride,
     flatten,
     is_dense,
     is_plain,
     version_of,
 )
 from streamlap.batch import Copied, Counts, Part, on_stream
-from streamlap.checks import as_dtype, as_flag
+from streamlap.checks import as_count, as_dtype, as_flag
 from streamlap.devices import Place, StreamLike, place_of, require_no_capture, streams_in_use
 from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 from streamlap.moving import Change, check_counted, counts_for, new_plan
@@ -66,6 +68,7 @@ class _Block:
             count = math.prod(leaf.shape)
             if element[0] == "bytes":
                 count *= leaf.dtype.itemsize
+            as_count(count, f"the size of leaf {leaf.index}")
             described.append((*element, count, None))
         self.plan = new_plan(described, True, change)
         for leaf, offset in zip(leaves, self.plan.offsets, strict=True):
@@ -130,7 +133,7 @@ class TreeCopy:
                 continue
             tensor = source.tensor
             place = place_of(tensor.device)
-            stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
+            stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
             groups.setdefault(place, []).append(
                 _Leaf(
                     index,
@@ -385,18 +388,18 @@ class _Views:
         return flat.as_strided(shape, stride, offset // dtype.itemsize)
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
 def _as_scale(scale: object) -> float | None:
     if scale is None:
         return None
-    if isinstance(scale, (bool, str, torch.Tensor)) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):  # NumPy's, too
         raise InvalidType(f"scale must be a number, not {scale!r}")
-    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= torch.finfo(torch.float32).max:
         raise InvalidArgument(f"scale must be a finite float32, not {scale}")
-    return float(scale)
+    return number
 
 
 def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
@@ -421,6 +424,8 @@ def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
 
 
 def _lies_as(tensor: torch.Tensor, leaf: _Leaf) -> bool:
+    if not tensor.numel():
+        return True
     if not is_plain(tensor):
         return False
     return tensor.stride() == leaf.stride or all(

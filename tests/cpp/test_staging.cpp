@@ -519,6 +519,25 @@ ON_EACH_THREADED_RUNTIME(a_failed_issue_ends_after_its_copies) {
   }
 }
 
+// Copiers work side by side, and the bytes of the later transfer are to stay.
+TEST(host_a_later_transfer_into_the_same_memory_comes_later) {
+  Lab lab(host_backend());
+  auto gated = std::make_shared<GateBefore>(lab.runtime, StreamKind::host, 0);
+  CopyEngine engine(gated, small_ring);
+  const Leaf first(lab, Direction::to_host, slot, 1);
+  const Leaf second(lab, Direction::to_host, slot, 2);
+  auto earlier = engine.submit(staged(first));
+  gated->wait_closed(*earlier);
+  TransferRequest request = staged(second);
+  request.items.front().dst = first.result->data();
+  auto later = engine.submit(request);
+  CHECK(held(*later));
+  gated->gate->open();
+  CHECK(earlier->sync_for(patience, false));  // its bytes are not read: they are the later one's
+  CHECK(in_time(*later));
+  CHECK(std::memcmp(first.result->data(), second.expected->data(), slot) == 0);
+}
+
 // The work fails, not its issue.
 TEST(host_the_error_of_one_copy_stays_with_its_transfer) {
   struct FailingCopy final : ProxyRuntime {
