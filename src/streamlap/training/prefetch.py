@@ -90,7 +90,8 @@ class Prefetcher:
         place_of(self._device)
         self._depth = as_count(depth, "depth", 1)
         self._transform = None if transform is None else as_callable(transform, "transform")
-        self._lock = threading.Lock()
+        # Re-entrant, because a collection of garbage inside may end a pass.
+        self._lock = threading.RLock()
         self._count = {"batches": 0, "bytes": 0, "ahead": 0}
         self._given: deque[list[tuple[MemoryRef, int]]] = deque()
         self._scan_at = 16

@@ -1,0 +1,37 @@
+"""Keeps ``torch.compile`` out of what autograd calls back.
+
+In a compiled training step, and between the graphs of a model that breaks, Dynamo looks at every
+frame that Python enters, those of autograd's hooks included. Compiled, they would hand out the
+addresses of tensors that live no longer than a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Return the function, run as it stands, with all that it calls.
+
+    Dynamo is imported by the first call, as by the first optimizer: not by ``import streamlap``.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            # Else this frame is compiled anew for each kind of argument, with warnings.
+            skip = getattr(torch._dynamo.decorators, "skip", None)
+            if skip is not None:
+                skip(call)
+        return disabled(*args, **kwargs)
+
+    return cast(F, call)
