@@ -27,8 +27,8 @@ from streamlap.sizes import parse_size
 from streamlap.training.memory import MemoryRef
 from streamlap.training.offloaded import Offloaded, Window, root_of
 from streamlap.training.pace import Pace, mark
-from streamlap.training.uncompiled import uncompiled
 from streamlap.training.versions import SavedVersion, counter_of
+from streamlap.uncompiled import uncompiled
 
 _LARGEST_GAP = 16
 """So many in a row that are gone: what was saved before is another step's."""

@@ -11,7 +11,7 @@ import torch
 import streamlap
 from streamlap.training.arrival import Arrival
 from streamlap.training.step import Gradients
-from streamlap.training.uncompiled import uncompiled
+from streamlap.uncompiled import uncompiled
 
 InnerHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 

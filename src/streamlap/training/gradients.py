@@ -16,7 +16,7 @@ import streamlap
 from streamlap.training.arrival import Arrival, within
 from streamlap.training.parameters import checked_parameters
 from streamlap.training.step import Gradients
-from streamlap.training.uncompiled import uncompiled
+from streamlap.uncompiled import uncompiled
 
 MIN_BYTES = 256 << 10
 BUCKET_BYTES = 4 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from streamlap import InvalidArgument
-from streamlap.training.uncompiled import uncompiled
+from streamlap.uncompiled import uncompiled
 
 
 def current_task() -> int:

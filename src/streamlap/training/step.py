@@ -15,7 +15,7 @@ import streamlap
 from streamlap.checks import as_dtype
 from streamlap.training.arrival import Arrival, deadline_after, left_until
 from streamlap.training.passes import End, current_task, require_outside
-from streamlap.training.uncompiled import uncompiled
+from streamlap.uncompiled import uncompiled
 
 
 @dataclass(eq=False)

@@ -1,13 +1,13 @@
-"""Keeps ``torch.compile`` out of what autograd calls back.
+"""Keeps ``torch.compile`` out of our frames.
 
-In a compiled training step, and between the graphs of a model that breaks, Dynamo looks at every
-frame that Python enters, those of autograd's hooks included. Compiled, they would hand out the
-addresses of tensors that live no longer than a graph.
+In a compiled function Dynamo looks at every frame that Python enters, those of autograd's hooks
+included. Compiled, ours would work with the addresses of tensors that live no longer than a graph.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def uncompiled(function: F) -> F:
     """Return the function, run as it stands, with all that it calls.
 
-    Dynamo is imported by the first call, as by the first optimizer: not by ``import streamlap``.
+    Dynamo takes a second to import: where nobody has, there is nothing to keep out.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -27,6 +27,8 @@ def uncompiled(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
         if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             # Else this frame is compiled anew for each kind of argument, with warnings.
             skip = getattr(torch._dynamo.decorators, "skip", None)
