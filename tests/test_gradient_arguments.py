@@ -1,5 +1,7 @@
 """What stream_gradients refuses, before anything is hooked or in the pass that shows it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers.nets import batch, loss_of, net, plain, same_grads
@@ -23,6 +25,7 @@ def leafless():
         (lambda: [torch.ones(2)], InvalidArgument, "requires grad"),
         (lambda: [leafless()], InvalidArgument, "no leaf"),
         (lambda: torch.nn.Linear(2, 2, device="meta"), InvalidArgument, "meta"),
+        (lambda: torch.nn.LazyLinear(2), InvalidArgument, "no shape yet"),
         (lambda: 3, InvalidType, "int"),
         (lambda: torch.nn.Parameter(torch.ones(2)), InvalidType, "Parameter"),
         (lambda: [3], InvalidType, "item 0"),
@@ -73,6 +76,44 @@ def test_twice_on_one_parameter_is_refused_before_anything_is_hooked():
             stream_gradients(torch.nn.Sequential(first, second))
         assert not first.weight._post_accumulate_grad_hooks
     stream_gradients(torch.nn.Sequential(first, second)).close()
+
+
+class NoHooks(torch.nn.Linear):
+    def register_forward_hook(self, *_arguments):
+        raise RuntimeError("takes no hooks")
+
+
+def test_what_cannot_be_attached_to_is_left_as_it_was():
+    model = NoHooks(2, 2)
+    with pytest.raises(RuntimeError, match="takes no hooks"):
+        stream_gradients(model)
+    assert not model.weight._post_accumulate_grad_hooks
+    assert not model.bias._post_accumulate_grad_hooks
+
+
+def test_a_dtype_that_nothing_can_be_converted_to():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(streamlap.UnsupportedTensor, match="qint8"):
+        stream_gradients(model, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.*:DeprecationWarning")
+def test_a_scripted_module(where):
+    scripted = torch.jit.script(torch.nn.Linear(3, 2).to(where))
+    with stream_gradients(scripted) as grads:
+        scripted(torch.rand(4, 3, device=where)).square().sum().backward()
+        assert same_grads(grads.result(), {n: p.grad for n, p in scripted.named_parameters()})
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_seconds_that_no_lock_can_count(where, timeout):
+    model = net(where)
+    with stream_gradients(model) as grads, ThreadPoolExecutor(1) as thread:
+        arrivals = thread.submit(dict, grads.completed(timeout=timeout))
+        loss_of(model, batch(where)).backward()
+        arrived = arrivals.result(30)
+        result = grads.result(timeout=timeout)
+        assert same_grads({name: arrived[name] for name in result}, result)
 
 
 def test_a_model_that_has_moved(where):

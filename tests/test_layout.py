@@ -24,8 +24,9 @@ OUTSIDE = {CUDA: "cuda", r"pybind11/|Python\.h": "bindings", r"torch/|ATen/|c10/
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 SOURCES = {".h", ".cpp", ".cu", ".cuh"}
 PUBLIC_ONLY = ("training", "crosscheck")
-# Arguments and devices are checked as everywhere; there are no public names for that.
-ALSO = {"training": {"checks", "devices", "sizes"}, "crosscheck": set()}
+# Arguments and devices are checked as everywhere, and frames kept from torch.compile; there are no
+# public names for that.
+ALSO = {"training": {"checks", "devices", "sizes", "uncompiled"}, "crosscheck": set()}
 # What orders something in the Python layer is a site of the mutation gate.
 PLAIN_LOCK = re.compile(r"std::(lock_guard|unique_lock|scoped_lock|shared_lock)")
 ORDERS = {

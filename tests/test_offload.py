@@ -135,6 +135,77 @@ def test_under_checkpointing(where, windows, reentrant, nothing_left):
         assert 2 <= offload.stats()["moved"] <= 6
 
 
+def sparse_product(x):
+    return torch.sparse.mm(torch.eye(8, device=x.device).to_sparse(), x)
+
+
+def compressed_product(x):
+    return torch.eye(8, device=x.device).to_sparse_csr() @ x
+
+
+def nested_layer(x):
+    nested = torch.nested.as_nested_tensor([x[:3], x[3:]])
+    return torch.nested.to_padded_tensor(torch.relu(nested), 0.0)
+
+
+def jagged_layer(x):
+    nested = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+    return torch.sin(nested).values()
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage)")
+@pytest.mark.parametrize(
+    "operation", [sparse_product, compressed_product, nested_layer, jagged_layer]
+)
+def test_tensors_that_are_not_dense_stay(where, operation, nothing_left):
+    start = random_numbers((8, 4), where=where)
+
+    def gradient(block):
+        x = start.clone().requires_grad_()
+        with block:
+            loss = operation(x * 2).square().sum()
+        loss.backward()
+        return x.grad
+
+    offload = offload_activations(min_bytes=1)
+    assert same_bits(gradient(torch.enable_grad()), gradient(offload))
+    assert offload.stats()["stayed"] >= 1
+
+
+def compiled_step(model, block, grads=None):
+    """Gradients of steps that Dynamo sees, hooks included."""
+
+    def step(x):
+        with block:
+            loss = model(x).square().sum()
+        loss.backward()
+
+    compiled = torch.compile(step, backend="aot_eager")
+    seen = []
+    for size in range(4, 8):
+        model.zero_grad()
+        compiled(torch.linspace(-1, 1, size * 16).reshape(size, 16))
+        seen += [p.grad for p in model.parameters()]
+        if grads is not None:
+            assert same_tree(grads.result(), {n: p.grad for n, p in model.named_parameters()})
+    torch._dynamo.reset()
+    return seen
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_compiled_step_with_the_block_in_it(gradients):
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5))
+    expected = compiled_step(model, torch.enable_grad())
+    grads = streamlap.stream_gradients(model) if gradients else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offload = offload_activations(min_bytes=1)
+        assert same_tree(expected, compiled_step(model, offload, grads))
+    assert offload.stats()["moved"] > 0
+    if grads is not None:
+        grads.close()
+
+
 def test_under_autocast(where, windows, nothing_left):
     def forward(model, x):
         with torch.autocast(torch.device(where).type, torch.bfloat16):
@@ -501,6 +572,22 @@ def test_a_block_that_fails_is_not_measured(monkeypatch):
     with pytest.raises(KeyError):
         fails()
     assert offload._pace._blocks == []
+
+
+@pytest.mark.parametrize("fails", ["mark", "budget"])
+def test_a_block_that_cannot_be_measured_leaves_no_hooks(monkeypatch, fails):
+    offload = offload_activations("hide", min_bytes=1)
+
+    def fail(*_arguments):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(
+        *((activations, "mark") if fails == "mark" else (pace.Pace, "budget")), fail
+    )
+    with pytest.raises(RuntimeError, match="no clock"):
+        offload.__enter__()
+    (torch.ones(8, requires_grad=True) * 2).sin()
+    assert offload.stats()["moved"] + offload.stats()["stayed"] == 0
 
 
 def test_the_pace_of_real_blocks(where):

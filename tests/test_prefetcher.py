@@ -179,6 +179,27 @@ def test_stats_show_who_keeps_his_batches(where):
     assert prefetcher.stats()["held_batches"] == 0
 
 
+def test_a_pass_may_end_while_its_figures_are_asked_for(monkeypatch):
+    """As a collection of garbage can end it, anywhere."""
+    prefetcher = Prefetcher(Loader(4), "cpu")
+    batches = iter(prefetcher)
+    held = next(batches)
+    alive = prefetch.MemoryRef.alive
+
+    def collected(ref):
+        batches.close()
+        return alive(ref)
+
+    monkeypatch.setattr(prefetch.MemoryRef, "alive", collected)
+    errors = []
+    asked = spawn(prefetcher.stats, errors)
+    asked.join(5)
+    assert not asked.is_alive()
+    assert not errors
+    assert prefetcher.stats()["ahead"] == 0
+    del held
+
+
 def test_the_notes_of_dropped_batches_are_dropped():
     prefetcher = Prefetcher((torch.zeros(4) for _ in range(500)), "cpu")
     for batch in prefetcher:

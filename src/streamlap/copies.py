@@ -20,6 +20,7 @@ from streamlap.plan_host import plan_to_cpu
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
 from streamlap.tree_copy import usual_tree
+from streamlap.uncompiled import uncompiled
 
 
 def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
@@ -37,6 +38,7 @@ def _as_chunk(chunk_bytes: int | None) -> int:
     return policy().chunk_bytes if chunk_bytes is None else as_count(chunk_bytes, "chunk_bytes", 1)
 
 
+@uncompiled
 def to_cpu(
     tree: Tree,
     out: Tree | None = None,
@@ -114,6 +116,7 @@ def to_cpu(
     return _started(planned, spec, False, stream, protect, nonfinite)
 
 
+@uncompiled
 def to_device(
     tree: Tree,
     device: str | int | torch.device,

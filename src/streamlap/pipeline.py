@@ -25,10 +25,12 @@ from streamlap.panels import as_panels, check_divides
 from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.policy import policy
 from streamlap.product import MULTIPLIED, ProductLane, square, usual_products
+from streamlap.uncompiled import uncompiled
 
 Fn = Callable[[Any], Any]
 
 
+@uncompiled
 def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     """Compute ``fn(x)`` ``n`` times where ``x`` is; return the ``n`` results there.
 
@@ -64,6 +66,7 @@ def run(x: Any, n: int = 50, *, fn: Fn | None = None) -> list[Any]:
     return results
 
 
+@uncompiled
 def parallel_run(xs: Sequence[Any], n: int = 50, *, fn: Fn | None = None) -> list[list[Any]]:
     """Run :func:`run` for each of ``xs`` at once, each on its own device.
 
@@ -146,6 +149,7 @@ class _Finished(BaseException):
     """Not an error: a worker has no transfer to deliver."""
 
 
+@uncompiled
 def pipelined_run(
     x: Any,
     n: int = 50,

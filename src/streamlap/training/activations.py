@@ -27,7 +27,8 @@ from streamlap.sizes import parse_size
 from streamlap.training.memory import MemoryRef
 from streamlap.training.offloaded import Offloaded, Window, root_of
 from streamlap.training.pace import Pace, mark
-from streamlap.training.versions import SavedVersion
+from streamlap.training.versions import SavedVersion, counter_of
+from streamlap.uncompiled import uncompiled
 
 _LARGEST_GAP = 16
 """So many in a row that are gone: what was saved before is another step's."""
@@ -119,15 +120,17 @@ class ActivationOffload:
         self._count = {"moved": 0, "moved_bytes": 0, "shared": 0, "stayed": 0, "fetched": 0}
         self._held = self._peak = 0
 
+    @uncompiled
     def __enter__(self) -> ActivationOffload:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
         begin = None if self._pace is None else mark()
-        self._blocks.__dict__.setdefault("open", []).append((hooks, begin))
         with self._lock:
             self._budget = self._budget if self._pace is None else self._pace.budget()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()  # last: after an error nobody would take the hooks away
+        self._blocks.__dict__.setdefault("open", []).append((hooks, begin))
         return self
 
+    @uncompiled
     def __exit__(self, *error: object) -> None:
         hooks, begin = self._blocks.open.pop()
         hooks.__exit__(*error)
@@ -148,21 +151,22 @@ class ActivationOffload:
 
     # -- forward
 
+    @uncompiled
     def _pack(self, tensor: torch.Tensor) -> _Stayed | _Moved:
-        version = SavedVersion(tensor)
-        span = _movable_range(tensor) if tensor.nbytes >= self._min_bytes else None
+        span = None
+        if _is_plain(tensor) and tensor.nbytes >= self._min_bytes:  # others may have no size
+            span = _movable_range(tensor)
         if span is not None and not (self._keep is not None and self._keep(tensor)):
             with self._lock:
-                moved = self._moved(tensor, *span, version)
+                moved = self._moved(tensor, *span)
             if moved is not None:
                 return moved
         with self._lock:
             self._count["stayed"] += 1
-        return _Stayed(tensor.detach(), version)  # the tensor itself would hold its own graph
+        stays = tensor.detach()  # the tensor itself would hold its own graph
+        return _Stayed(stays, SavedVersion(tensor, stays))
 
-    def _moved(
-        self, tensor: torch.Tensor, first: int, nbytes: int, version: SavedVersion
-    ) -> _Moved | None:
+    def _moved(self, tensor: torch.Tensor, first: int, nbytes: int) -> _Moved | None:
         key = (MemoryRef(tensor).identity, first, nbytes, tensor._version)
         memory = self._known.get(key)
         if memory is not None and memory.root() is root_of(tensor):
@@ -174,6 +178,7 @@ class ActivationOffload:
             self._known[key] = memory
         memory.users += 1
         offset = int(tensor.storage_offset()) - first // tensor.itemsize
+        version = SavedVersion(tensor, counter_of(tensor))
         return _Moved(memory, tensor.dtype, tensor.shape, tensor.stride(), offset, version)
 
     def _send(self, tensor: torch.Tensor, first: int, nbytes: int) -> Offloaded | None:
@@ -223,6 +228,7 @@ class ActivationOffload:
 
     # -- backward
 
+    @uncompiled
     def _unpack(self, packed: _Stayed | _Moved) -> torch.Tensor:
         packed.version.check()
         if isinstance(packed, _Stayed):
@@ -250,6 +256,7 @@ class ActivationOffload:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
 
+    @uncompiled
     def _end(self) -> None:
         with self._lock:
             self._arriving.clear()
@@ -284,11 +291,19 @@ class ActivationOffload:
         return back
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether it is no subclass, and dense."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    )
+
+
 def _movable_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the first byte in its storage and the bytes to move for a tensor; None: it stays."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return None
-    if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if tensor.is_conj() or tensor.is_neg():
         return None
     if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
         return None

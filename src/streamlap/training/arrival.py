@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -56,8 +57,10 @@ class Arrival:
 
 
 def left_until(deadline: float | None) -> float | None:
-    """Return the seconds that are left."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    """Return the seconds that are left, no more than a lock can wait for."""
+    if deadline is None:
+        return None
+    return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 def within(future: Future[Any], deadline: float | None) -> Any:

@@ -11,6 +11,7 @@ import torch
 import streamlap
 from streamlap.training.arrival import Arrival
 from streamlap.training.step import Gradients
+from streamlap.uncompiled import uncompiled
 
 InnerHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -65,6 +66,7 @@ class DDPGradients(Gradients):
         self._parameters = named  # kept, so that their ids stay theirs
         self._name_of = {id(parameter): name for name, parameter in named.items()}
 
+    @uncompiled
     def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         self._enter()
         first = bucket.buffer().storage_offset()

@@ -16,6 +16,7 @@ import streamlap
 from streamlap.training.arrival import Arrival, within
 from streamlap.training.parameters import checked_parameters
 from streamlap.training.step import Gradients
+from streamlap.uncompiled import uncompiled
 
 MIN_BYTES = 256 << 10
 BUCKET_BYTES = 4 << 20
@@ -81,7 +82,11 @@ def stream_gradients(
     if not isinstance(free, bool):
         raise streamlap.InvalidType(f"free must be True or False, not {free!r}")
     stream = GradientStream(names, dtype, free, min_bytes, bucket_bytes)
-    stream._attach(parameters, model if isinstance(model, torch.nn.Module) else None)
+    try:
+        stream._attach(parameters, model if isinstance(model, torch.nn.Module) else None)
+    except BaseException:
+        stream.close()
+        raise
     return stream
 
 
@@ -178,12 +183,13 @@ class GradientStream(Gradients):
             hook = _Hook(self, name, parameter.device)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        if module is not None:
+        if module is not None and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             self._handles.append(module.register_forward_hook(_Forward(self._enter)))
 
     def _begin(self) -> _Task:
         return _Task()
 
+    @uncompiled
     def _accumulated(self, hook: _Hook, parameter: torch.Tensor) -> None:
         """Send the gradient that has just been accumulated, on the current stream."""
         grad = _checked(hook, parameter)

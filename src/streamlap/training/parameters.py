@@ -73,6 +73,10 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(parameter):
+        raise streamlap.InvalidArgument(
+            f"{name!r} has no shape yet: run the lazy module once before stream_gradients()"
+        )
     if not parameter.is_leaf:
         raise streamlap.InvalidArgument(
             f"{name!r} is no leaf: it was computed, so no gradient is accumulated in it"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from streamlap import InvalidArgument
+from streamlap.uncompiled import uncompiled
 
 
 def current_task() -> int:
@@ -42,6 +43,7 @@ class End:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self)
 
+    @uncompiled
     def __call__(self) -> None:
         """Wait for the others' callbacks once, then end."""
         self._calls += 1

@@ -28,6 +28,7 @@ import streamlap
 from streamlap.checks import as_callable, as_count
 from streamlap.devices import parse_device, place_of
 from streamlap.training.memory import MemoryRef
+from streamlap.uncompiled import uncompiled
 
 
 @dataclass(eq=False)
@@ -90,7 +91,8 @@ class Prefetcher:
         place_of(self._device)
         self._depth = as_count(depth, "depth", 1)
         self._transform = None if transform is None else as_callable(transform, "transform")
-        self._lock = threading.Lock()
+        # Re-entrant, because a collection of garbage inside may end a pass.
+        self._lock = threading.RLock()
         self._count = {"batches": 0, "bytes": 0, "ahead": 0}
         self._given: deque[list[tuple[MemoryRef, int]]] = deque()
         self._scan_at = 16
@@ -147,6 +149,7 @@ class Prefetcher:
             ahead.clear()
             unfinished.clear()
 
+    @uncompiled
     def _hand_out(
         self, fetched: _Fetched, device: torch.device, unfinished: deque[streamlap.Transfer]
     ) -> Any:
@@ -169,6 +172,7 @@ class Prefetcher:
             del fetched  # with its error, whose traceback leads here
         return batch if self._transform is None else self._transform(batch)
 
+    @uncompiled
     def _add(self, **counts: int) -> None:
         with self._lock:
             for name, count in counts.items():
@@ -201,6 +205,7 @@ def _started(source: Any, device: torch.device) -> _Fetched:
     return _Fetched(source, streamlap.to_device(source, device), _current(device))
 
 
+@uncompiled
 def _fetch(batches: Iterator[Any], device: torch.device) -> _Fetched | None:
     """Pull a batch and start its copy; None at the loader's end."""
     try:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 import streamlap
+from streamlap.checks import as_dtype
 from streamlap.training.arrival import Arrival, deadline_after, left_until
 from streamlap.training.passes import End, current_task, require_outside
+from streamlap.uncompiled import uncompiled
 
 
 @dataclass(eq=False)
@@ -49,10 +51,8 @@ class Gradients:
     """
 
     def __init__(self, names: list[str], dtype: torch.dtype | None) -> None:
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise streamlap.InvalidType(f"dtype must be a torch.dtype, not {dtype!r}")
         self._names = names
-        self._dtype = dtype
+        self._dtype = as_dtype(dtype)
         self._changed = threading.Condition()  # reentrant: a pass may be dropped anywhere
         self._step = Step()
         self._coming: Step | None = None  # that an iteration already waits for
@@ -192,6 +192,7 @@ class Gradients:
 
     # -- for the hooks
 
+    @uncompiled
     def _enter(self) -> Any:
         """Return what is kept for the engine's task that calls; the first call begins it."""
         task = current_task()

@@ -11,16 +11,30 @@ import torch
 _NOTHING = torch.empty(0)
 
 
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares the counter of a dense one, and not its memory."""
+    counter = tensor.detach()
+    counter.data = _NOTHING  # the counter stays
+    return counter
+
+
 class SavedVersion:
-    """The version of a tensor when it was saved; holds its counter, not its memory."""
+    """The version of a tensor when it was saved.
+
+    Args:
+        tensor: that was saved.
+        alias: a detached tensor that shares its counter: :func:`counter_of`, which holds no memory,
+            or another one that is held anyway.
+    """
 
     __slots__ = ("_probe", "_version", "_what")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._probe = tensor.detach()  # shares the counter
-        self._probe.data = _NOTHING  # and keeps it, with other memory
+    def __init__(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+        self._probe = alias
         self._version = tensor._version
-        self._what = f"[{tensor.type()} {list(tensor.shape)}]"
+        shape = "nested" if tensor.is_nested else list(tensor.shape)
+        named = tensor.layout in (torch.strided, torch.sparse_coo)  # torch has no name for others
+        self._what = f"[{tensor.type() if named else tensor.dtype} {shape}]"
         if tensor.grad_fn is not None:
             self._what += f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
 
