@@ -387,6 +387,28 @@ void staged(World& w) {
   w.right(out->holds(14));
 }
 
+// Twice into the same memory: the second has the last word.
+void rewritten(World& w) {
+  auto out = w.lab.pinned(size);
+  std::shared_ptr<void> kept = w.keep(out);
+  const auto request = [&](int value) {
+    auto source = w.source(value);
+    TransferRequest made;
+    made.after = {w.producer};
+    made.staged = true;
+    made.items = {{out->data(), source->data(), size, 1, nullptr}};
+    made.policy = {size / 4, 1};
+    made.keep_source = w.keep(source);
+    made.keep_destination = kept;
+    return made;
+  };
+  Held first(w, request(18));
+  Held second(w, request(19));
+  second.wait();
+  first.wait();
+  w.right(out->holds(19));
+}
+
 // Two on one ring, of two shapes.
 void reshaped(World& w) {
   auto first = w.lab.pinned(size);
@@ -505,13 +527,21 @@ struct Program {
   void (*run)(World&);
 };
 const std::vector<Program> programs = {
-    {"chunks", chunks},         {"tree", tree},
-    {"gather", gather},         {"late", late},
-    {"finish", finish},         {"open_ended", open_ended},
-    {"abandoned", abandoned},   {"to_device", to_device},
-    {"staged", staged},         {"reshaped", reshaped},
-    {"neighbours", neighbours}, {"pool_reuse", pool_reuse},
-    {"pool_limit", pool_limit}, {"trim", trim},
+    {"chunks", chunks},
+    {"tree", tree},
+    {"gather", gather},
+    {"late", late},
+    {"finish", finish},
+    {"open_ended", open_ended},
+    {"abandoned", abandoned},
+    {"to_device", to_device},
+    {"staged", staged},
+    {"rewritten", rewritten},
+    {"reshaped", reshaped},
+    {"neighbours", neighbours},
+    {"pool_reuse", pool_reuse},
+    {"pool_limit", pool_limit},
+    {"trim", trim},
 };
 
 // ---- the sweep
@@ -795,6 +825,7 @@ const std::set<std::string> all_sites = {
     "staging.arrival_after_dma",
     "staging.copy_out_after_arrival",
     "staging.copy_out_after_populate",
+    "staging.copy_out_after_writer",
     "staging.dma_after_copy_in",
     "staging.drain",
     "staging.in_order_after_copy_out",
