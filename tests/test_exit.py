@@ -116,6 +116,15 @@ ENDS = {
         0,
         None,
     ),
+    "daemon_in_torch": (  # a thread that ends within an operation of torch aborts the process
+        "inside = threading.Event()\n"
+        "def source():\n    while True:\n        inside.set()\n"
+        "        for _ in range(50_000): x.view(64, 64)\n        yield x\n"
+        "def go():\n    for _ in streamlap.pipelined_map(lambda y: y, source()): pass\n"
+        "threading.Thread(target=go, daemon=True).start()\ninside.wait()",
+        0,
+        None,
+    ),
     "daemon_pipelines": (
         "started = threading.Event()\n"
         "def go():\n    while True:\n        streamlap.pipelined_run(x, n=5)\n"

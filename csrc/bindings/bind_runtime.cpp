@@ -311,6 +311,9 @@ void bind_runtime(py::module_& module) {
   module.def("cuda_reason", [] { return probe_cuda().reason; });
   module.def("shutdown", &shutdown);
   module.def("on_worker_thread", &on_worker_thread);
+  module.def("threads_outside", &threads_outside);
+  // Does not return in a thread that is to be parked.
+  module.def("park_if_stranded", [] { const GilRelease released; });
   module.def("mark_started", &process::mark_started);
   module.def("forked", &process::forked);
   module.def("ending", &process::ending);

@@ -2,6 +2,9 @@
 
 #include <unistd.h>
 
+#include <mutex>
+#include <vector>
+
 #include "base/process.h"
 #include "bindings/watch.h"
 
@@ -43,6 +46,43 @@ bool stranded() noexcept {
 
 void park_thread() noexcept {
   for (;;) pause();
+}
+
+namespace {
+
+// Never destroyed: threads come and go while the process's own statics die.
+struct Register {
+  std::mutex mutex;
+  std::vector<const Outside*> all;
+
+  static Register& instance() {
+    static Register& only = *new Register;
+    return only;
+  }
+};
+
+}  // namespace
+
+Outside::Outside() : thread_(PyThread_get_thread_ident()) {
+  Register& known = Register::instance();
+  const std::lock_guard lock(known.mutex);
+  known.all.push_back(this);
+}
+
+Outside::~Outside() {
+  Register& known = Register::instance();
+  const std::lock_guard lock(known.mutex);
+  std::erase(known.all, this);
+}
+
+std::vector<unsigned long> threads_outside() {
+  Register& known = Register::instance();
+  const std::lock_guard lock(known.mutex);
+  std::vector<unsigned long> answer;
+  for (const Outside* one : known.all) {
+    if (one->is()) answer.push_back(one->thread());
+  }
+  return answer;
 }
 
 SharedObject share(py::handle object) {

@@ -10,11 +10,13 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "base/process.h"
 #include "runtime/runtime.h"
@@ -32,17 +34,52 @@ void keep_thread_to_the_end() noexcept;
 bool on_worker_thread() noexcept;
 [[noreturn]] void park_thread() noexcept;
 
+// Whether a thread is where the interpreter's end cannot hurt it: in code of ours that does not
+// hold the lock and looks at stranded() before it takes it again. One for each thread.
+class Outside {
+ public:
+  Outside();
+  ~Outside();
+  Outside(const Outside&) = delete;
+  Outside& operator=(const Outside&) = delete;
+
+  static Outside& here() {
+    thread_local Outside mine;
+    return mine;
+  }
+  void leave() noexcept { is_.store(true, std::memory_order_relaxed); }
+  // Ordered before stranded(): the exit handler marks first and looks then, we the other way round,
+  // so that one of the two sees the other.
+  void come_back() noexcept {
+    is_.store(false, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  bool is() const noexcept { return is_.load(std::memory_order_seq_cst); }
+  unsigned long thread() const noexcept { return thread_; }
+
+ private:
+  std::atomic<bool> is_{false};
+  const unsigned long thread_;
+};
+// The threads that are outside, as Python names them (threading.get_ident()).
+std::vector<unsigned long> threads_outside();
+
 class GilRelease {
  public:
-  GilRelease() : state_(PyEval_SaveThread()) {}
+  GilRelease() : outside_(Outside::here()), state_(PyEval_SaveThread()) { outside_.leave(); }
   ~GilRelease() noexcept(false) {
-    if (stranded()) park_thread();
+    outside_.come_back();
+    if (stranded()) {
+      outside_.leave();
+      park_thread();
+    }
     PyEval_RestoreThread(state_);
   }
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
 
  private:
+  Outside& outside_;
   PyThreadState* state_;
 };
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from streamlap import _native
 from streamlap.errors import DeviceError
 
 _EXIT_SECONDS = 5.0
+_PARK_SECONDS = 1.0
 
 _thread: threading.Thread | None = None
 _lock = threading.Lock()
@@ -42,8 +45,7 @@ def require_alive() -> None:
         return
     if threading.current_thread() is threading.main_thread():
         raise DeviceError("the interpreter is exiting, and streamlap has ended")
-    while not _native.on_worker_thread():
-        time.sleep(60)
+    _native.park_if_stranded()
 
 
 def _start() -> None:
@@ -76,11 +78,31 @@ def _run() -> None:
         del tokens  # nothing may be kept alive by a thread that waits
 
 
+def _in_our_calls() -> bool:
+    """Return whether another thread is between two native calls of a call of ours."""
+    outside = {threading.get_ident(), *_native.threads_outside()}
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = None if thread in outside else innermost
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").partition(".")[0] == "streamlap":
+                return True
+            frame = frame.f_back
+    return False
+
+
 def _at_exit() -> None:
-    """Give what is in flight a moment to land; then leave everything as it is."""
+    """Give what is in flight a moment to land; then leave everything as it is.
+
+    Daemon threads of the user's that are in a call of ours are given one, too, to come to where
+    they can be parked: the interpreter ends a thread by unwinding it at its next step, and within
+    an operation of torch that aborts the process.
+    """
     _native.shutdown(_EXIT_SECONDS)
     if _thread is not None:
         _thread.join(1.0)
+    deadline = time.monotonic() + _PARK_SECONDS
+    while _in_our_calls() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 atexit.register(_at_exit)
