@@ -98,7 +98,7 @@ bool destroys_context(cudaError_t status) {
 
 std::atomic<int> g_sticky{cudaSuccess};
 
-thread_local int t_guarded = -1;  // the device of the innermost guard of this thread
+thread_local int t_guarded = -1;  // the device of the innermost guard of this thread, or none
 
 std::string describe(cudaError_t status) {
   std::ostringstream text;
@@ -135,7 +135,7 @@ void check(cudaError_t status, const char* operation, const std::string& detail)
 
 DeviceGuard::DeviceGuard(int device) : outer_(t_guarded) {
   throw_if_sticky();
-  if (outer_ == device) {
+  if (outer_ == device && device >= 0) {
     nested_ = true;
     return;
   }

@@ -130,8 +130,10 @@ std::vector<moves::MovePtr> TreePlan::bind(std::span<void* const> far, void* bas
   }
   if (options_.way == Way::scatter && groups_.size() > 1) {  // else the move's own check has told
     for (std::size_t index = 0; index < far.size(); ++index) {
+      // Of those that lie apart only the spans are known, and spans may interleave.
+      if (leaves_[index].count == 0 || leaves_[index].layout) continue;
       const auto begin = reinterpret_cast<std::uintptr_t>(far[index]);
-      if (leaves_[index].count > 0) written.push_back({begin, begin + far_bytes(index)});
+      written.push_back({begin, begin + far_bytes(index)});
     }
     if (moves::any_overlap(written)) refuse("two destinations of a tree overlap");
   }

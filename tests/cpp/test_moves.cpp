@@ -1038,6 +1038,36 @@ void move_apart(Lab& lab, Way way) {
 ON_EACH_RUNTIME(what_lies_apart_is_gathered) { move_apart(lab, Way::gather); }
 ON_EACH_RUNTIME(what_lies_apart_is_scattered) { move_apart(lab, Way::scatter); }
 
+ON_EACH_RUNTIME(destinations_that_interleave_or_run_backwards_are_no_overlap) {
+  // Every other element from the first, every other from the last on down, and a dense one behind.
+  moves::Layout forth{.dims = 1, .element_bytes = 4};
+  forth.sizes[0] = 8;
+  forth.strides[0] = 8;
+  moves::Layout back = forth;
+  back.strides[0] = -8;
+  TreePlan plan({{Element::bytes, Element::bytes, 8 * 4, forth},
+                 {Element::bytes, Element::bytes, 8 * 4, back},
+                 {Element::bytes, Element::bytes, 16, {}}},
+                {.way = Way::scatter, .align = 16});
+  auto range = lab.pinned(plan.range_bytes());
+  const Bytes in_range = random_bytes(plan.range_bytes(), 43);
+  std::memcpy(range->data(), in_range.data(), in_range.size());
+  auto device = lab.device(64 + 16);
+  unsigned char* to = device->data();
+  StreamRef stream = lab.copy();
+  issue(lab, plan, {to, to + 60, to + 64}, range, nullptr, stream);
+  auto got = lab.pinned(80);
+  lab.runtime->copy_async(got->data(), to, 80, stream);
+  lab.runtime->stream_sync(stream, here);
+  Bytes expected(80);
+  for (std::size_t i = 0; i < 8; ++i) {
+    std::memcpy(expected.data() + 8 * i, in_range.data() + plan.offsets()[0] + 4 * i, 4);
+    std::memcpy(expected.data() + 60 - 8 * i, in_range.data() + plan.offsets()[1] + 4 * i, 4);
+  }
+  std::memcpy(expected.data() + 64, in_range.data() + plan.offsets()[2], 16);
+  CHECK(holds(*got, 0, expected));
+}
+
 ON_EACH_RUNTIME(a_checksum_comes_after_its_producer) {
   const std::size_t count = lab.runtime->virtual_time() ? 30 : 1300;
   Tensors tensors(lab, ragged(count), 61);
