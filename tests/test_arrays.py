@@ -63,9 +63,14 @@ def copies_strides(dtype, where):
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_out_of_a_strided_view(where, dtype):
     if not copies_strides(dtype, where):
+        x = random_bits((8, 6), dtype).to(where)
+        if where != "cpu":  # a kernel of ours moves elements of any kind
+            result = to_cpu(x[:, ::2]).result().view(torch.uint8)
+            assert torch.equal(result, x.cpu().view(torch.uint8)[:, ::2])
+            return
         # torch has no kernel for it: refused, by name, with nothing enqueued or lost.
         with pytest.raises((streamlap.StreamlapError, RuntimeError, NotImplementedError)):
-            to_cpu(random_bits((8, 6), dtype).to(where)[:, ::2]).result()
+            to_cpu(x[:, ::2]).result()
         return
     x = random_bits((8, 6), dtype).to(where)
     view = x[::3, ::2]

@@ -9,6 +9,7 @@ from helpers.processes import Server, run_fresh
 PRELUDE = """
 import gc, os, signal, sys, threading, time, warnings
 warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # forks are what is tested
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch, in a thread's first product
 import torch, streamlap
 from streamlap import _native
 where = {where!r}

@@ -635,6 +635,11 @@ def test_a_compiled_model(where, attached):
     torch._dynamo.reset()
 
 
+def any_nan(grads):
+    """The same with one NaN for all: which one a product gives is a matter of the device."""
+    return {name: torch.where(grad.isnan(), torch.nan, grad) for name, grad in grads.items()}
+
+
 @pytest.mark.parametrize("free", [False, True])
 def test_scaled_losses(where, free):
     kind = torch.device(where).type
@@ -652,7 +657,7 @@ def test_scaled_losses(where, free):
             wanted = {n: p.grad for n, p in expected.named_parameters() if p.grad is not None}
             not_finite = grads.unscale_(scaler)
             scaler.update()
-            assert same_grads(grads.result(), wanted)
+            assert same_grads(any_nan(grads.result()), any_nan(wanted))
             assert not_finite == sum(int((~grad.isfinite()).sum()) for grad in wanted.values())
             assert (not_finite > 0) is bad
             with pytest.raises(InvalidArgument, match="already"):

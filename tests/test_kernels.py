@@ -177,7 +177,7 @@ def test_one_byte_to_one_mib(where):
 
 
 def test_leaves_of_one_pinned_block_are_scattered(where):
-    result = to_cpu(ragged(100, "cpu")).result()
+    result = to_cpu(ragged(100, where)).result()
     # Of ordinary memory, and of several sizes: into as many places.
     result = [leaf for leaf in result if leaf.numel() < 68]
     outs = [poison(torch.empty(leaf.shape, dtype=leaf.dtype, device=where)) for leaf in result]

@@ -1051,6 +1051,7 @@ def test_memory_of_another_stream_is_fetched_anew(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_branches_on_two_streams_are_right(monkeypatch):
     """Saved, copied and asked for on two streams, forward and backward."""
     where = "cuda:0"

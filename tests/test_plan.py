@@ -352,6 +352,7 @@ def test_a_reader_that_was_declared_is_waited_for(where, graph):
     first = threading.Thread(target=plan, args=(x,))
     first.start()
     first.join()
+    before, after = x.mm(x).cpu(), y.mm(y).cpu()
     finish_all(where)
     gate = reader.hold()
     reader.copy(seen, results[1])
@@ -361,13 +362,13 @@ def test_a_reader_that_was_declared_is_waited_for(where, graph):
     thread.start()
     try:
         assert stays_false(lambda: bool(done))
-        assert same_bits(results[1], x.mm(x).cpu())
+        assert same_bits(results[1], before)
     finally:
         gate.open()
         thread.join()
     reader.sync()
-    assert same_bits(seen.cpu(), x.mm(x).cpu())
-    assert same_tree(results, [y.mm(y).cpu()] * 3)
+    assert same_bits(seen.cpu(), before)
+    assert same_tree(results, [after] * 3)
 
 
 def test_x_may_be_written_when_the_call_returns(where, graph):
@@ -678,6 +679,7 @@ def test_device_memory_comes_back(where):
 
 
 @gpu
+@pytest.mark.unchecked("the stand-in for a stream is not one that accesses can be declared on")
 @pytest.mark.parametrize("way", WAYS[2:])
 def test_an_interrupted_wait_is_made_up_for(where, monkeypatch):
     plan = Pipeline(like=random_numbers((64, 64), where=where), n=N, graph=True)

@@ -304,6 +304,7 @@ void bind_runtime(py::module_& module) {
   module.def("released", [](std::uintptr_t lock) {
     order::released_by_all(reinterpret_cast<const void*>(lock));
   });
+  module.attr("interpreter_lock") = reinterpret_cast<std::uintptr_t>(&interpreter_lock);
   module.def("new_host_runtime", [] { return hand_out(make_host_runtime()); });
   module.def("host_runtime", [] { return host_runtime_slot(); });
   module.def("cuda_runtime", &cuda_runtime);

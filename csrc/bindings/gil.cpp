@@ -7,6 +7,7 @@
 
 #include "base/process.h"
 #include "bindings/watch.h"
+#include "check/order_checker.h"
 
 namespace streamlap::bindings {
 
@@ -89,6 +90,8 @@ SharedObject share(py::handle object) {
   object.inc_ref();
   return SharedObject(object.ptr(), [](PyObject* pointer) {
     if (process::leaking() || interpreter_ending()) return;
+    // What is freed by this may be handed out next, to a thread that takes the lock after us.
+    order::released_by_all(&interpreter_lock);
     if (PyGILState_Check() != 0) {
       Py_DECREF(pointer);
     } else {

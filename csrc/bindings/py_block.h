@@ -30,9 +30,7 @@ class PyBlock {
       for (const PyStream& stream : streams) {
         // On an idle stream an event is done, but may not be seen to be when this block is taken
         // next: the pool would grow in its place.
-        const bool idle = !stream.runtime->stream_capturing(stream.ref) &&
-                          stream.runtime->stream_idle(stream.ref);
-        if (!idle) block_->record_use(stream.ref);
+        if (!known_idle(stream)) block_->record_use(stream.ref);
       }
     } catch (...) {
       block_->condemn();
@@ -42,6 +40,15 @@ class PyBlock {
   const std::shared_ptr<PinnedBlock>& block() const { return block_; }
 
  private:
+  static bool known_idle(const PyStream& stream) {
+    if (stream.runtime->stream_capturing(stream.ref)) return false;
+    try {
+      return stream.runtime->stream_idle(stream.ref);
+    } catch (...) {
+      return false;  // then an event tells
+    }
+  }
+
   std::shared_ptr<PinnedBlock> block_;
 };
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -290,8 +291,10 @@ def _capture(graph: torch.cuda.CUDAGraph, origin: torch.cuda.Stream, memory: Any
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()  # the streams must leave the capture
+            # The streams must leave the capture. That it is empty is no news then.
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                graph.capture_end()
             raise
         graph.capture_end()
 

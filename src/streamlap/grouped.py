@@ -90,6 +90,7 @@ def grouped_products(
                 growth = pool._grow_ahead(layout.group * layout.pitch, n // layout.group)
             nbytes = count * layout.pitch
             if place.checked:
+                place.took_memory()
                 place.runtime.declare(stream, buffer.data_ptr(), nbytes, True)
             native, block = copy_out(
                 place,

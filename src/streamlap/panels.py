@@ -260,6 +260,7 @@ class Ends:
                 part = product[rows]
                 torch.mm(x[rows], x, out=part)
                 if place.checked:
+                    place.took_memory()
                     place.runtime.declare(stream, part.data_ptr(), part.nbytes, True)
                 item = (dst[rows].data_ptr(), part.data_ptr(), part.nbytes, part.itemsize, None)
                 parts.append(

@@ -102,6 +102,8 @@ def plan_to_device(
             batch.destinations.append(final)  # site: plan_device.keep_final_destination
         if is_borrowed:
             planned.borrowed.append(source)  # site: plan_device.borrow
+    if None in outs:
+        place.took_memory()
     for moving in by_way(chosen, PLAIN):
         for leaf in (leaf for group in moving.groups for leaf in group.leaves):
             source = sources[leaf.index]

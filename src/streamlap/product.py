@@ -52,6 +52,7 @@ def _start_copy(
     """
     nbytes = product.numel() * product.itemsize
     if place.checked:
+        place.took_memory()
         place.runtime.declare(stream, product.data_ptr(), nbytes, True)
     native, block = copy_out(
         place,

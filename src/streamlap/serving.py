@@ -54,6 +54,15 @@ class Place:
         self._idle: _native.Stream | None = None
         self._staged_by: Policy | None = None
 
+    def took_memory(self) -> None:
+        """Tell a checker that memory was allocated just now.
+
+        Another thread may have freed it, because it saw the end of a copy: what that one knew then,
+        its allocator's lock has handed on to this one.
+        """
+        if self.checked:
+            _native.acquired(_native.interpreter_lock)
+
     def shape_ring(self) -> None:
         """Give staged copies from now on the ring that the policy in force asks for."""
         numbers = policy()
