@@ -102,7 +102,7 @@ def plan_to_device(
             batch.destinations.append(final)  # site: plan_device.keep_final_destination
         if is_borrowed:
             planned.borrowed.append(source)  # site: plan_device.borrow
-    if None in outs:
+    if any(out is None for out in checked):
         place.took_memory()
     for moving in by_way(chosen, PLAIN):
         for leaf in (leaf for group in moving.groups for leaf in group.leaves):

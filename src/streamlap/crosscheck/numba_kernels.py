@@ -16,7 +16,7 @@ import numpy as np
 from numba import cuda
 
 if not hasattr(np, "row_stack"):  # gone from NumPy 2.5; numba-cuda asks for it at its first kernel
-    np.row_stack = np.vstack  # type: ignore[attr-defined]
+    np.row_stack = np.vstack
 
 Array = np.ndarray[Any, Any]
 
