@@ -32,7 +32,30 @@ def prefetched(x):
     return items, [batch * 1 for batch in streamlap.Prefetcher([i.cpu() for i in items], x.device)]
 
 
-@pytest.mark.parametrize("call", [copied, copied_twice, multiplied, prefetched])
+def mapped(x):
+    items = [x, x + 1, x + 2]
+    return [i * 2 for i in items], list(streamlap.pipelined_map(lambda y: y * 2, items))
+
+
+def planned(x):
+    made = leaves(x)[:3]
+    return made, streamlap.TreeCopy(like=made)(made).result()
+
+
+def repeated(x):
+    return [x @ x] * 2, streamlap.Pipeline(like=x, n=2, graph=False)(x)
+
+
+def filled(x):
+    out = streamlap.empty_pinned(x.shape, x.dtype)
+    streamlap.prewarm(1 << 16)
+    return [x], [streamlap.to_cpu(x, out=out).result()]
+
+
+CALLS = [copied, copied_twice, multiplied, prefetched, mapped, planned, repeated, filled]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_the_bytes_are_right_and_nothing_of_ours_is_compiled(where, call):
     compiled = torch.compile(call, backend="aot_eager")
     with warnings.catch_warnings():

@@ -12,11 +12,13 @@ from streamlap.errors import InvalidType
 from streamlap.pinned import pool_for
 from streamlap.plan_host import producer_of
 from streamlap.policy import policy
+from streamlap.uncompiled import uncompiled
 
 BLOCKS = 64
 """Enough to read a device's memory faster than its link to the host."""
 
 
+@uncompiled
 def checksum(tensor: Any) -> int:
     """Return a 64-bit number that depends on every byte of a tensor, and on its place.
 

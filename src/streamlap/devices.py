@@ -27,6 +27,7 @@ from streamlap.serving import cuda_runtime as cuda_runtime
 from streamlap.serving import current, serve, serve_by_threads
 from streamlap.simulation import MAX_LOGICAL, Simulation
 from streamlap.sizes import memory_total
+from streamlap.uncompiled import uncompiled
 
 StreamLike = Any
 """A stream of torch, CuPy or numba, anything with ``__cuda_stream__``, a raw handle as an int, or
@@ -344,6 +345,7 @@ def devices() -> list[Device]:
     return found
 
 
+@uncompiled
 def synchronize(device: str | int | torch.device | None = None) -> None:
     """Block until all work on a device is done.
 

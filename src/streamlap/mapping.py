@@ -24,6 +24,7 @@ from streamlap.lanes import Control, Stopped, annotate, start_copy
 from streamlap.modes import CallerModes, on_worker
 from streamlap.pinned import PinnedPool
 from streamlap.transfer import Transfer
+from streamlap.uncompiled import uncompiled
 
 
 def map_items(
@@ -104,6 +105,7 @@ def _observed(index: int) -> contextlib.AbstractContextManager[Any]:
     return observe.compute(place_of(torch.device("cuda" if on_gpu else "cpu")), index)
 
 
+@uncompiled
 def _issue(
     slot: Slot,
     fn: Callable[[Any], Any],

@@ -24,6 +24,7 @@ from streamlap.errors import InvalidArgument, InvalidType, PoolExhausted
 from streamlap.policy import policy
 from streamlap.serving import current
 from streamlap.sizes import default_pinned_limit, parse_size
+from streamlap.uncompiled import uncompiled
 
 AHEAD_BYTES = 8 << 20
 """Less than this grows sooner than a thread gets going."""
@@ -283,6 +284,7 @@ def as_pool(pool: object) -> PinnedPool | None:
     return pool
 
 
+@uncompiled
 def empty_pinned(
     shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -309,6 +311,7 @@ def empty_pinned(
     return (as_pool(pool) or current.get().pool).empty(shape, dtype)
 
 
+@uncompiled
 def prewarm(
     nbytes: int | str,
     *,
@@ -346,6 +349,7 @@ def prewarm(
     (as_pool(pool) or current.get().pool)._prewarm(size, -(-total // size), as_flag(wait, "wait"))
 
 
+@uncompiled
 def record_use(tensor: torch.Tensor, stream: StreamLike) -> None:
     """Declare that work enqueued on ``stream`` so far uses a pinned tensor's memory.
 

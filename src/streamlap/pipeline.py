@@ -297,6 +297,7 @@ def _bundle(groups: list[TransferGroup]) -> TransferGroup:
     return TransferGroup(slots, read_source)
 
 
+@uncompiled
 def pipelined_map(
     fn: Fn,
     items: Iterable[Any],

@@ -22,6 +22,7 @@ from streamlap.lanes import current_device
 from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.pipeline import Fn, as_depth, checked_x, pipelined_run, product_dtype
 from streamlap.static_memory import StaticInput, StaticResults, dense_stride
+from streamlap.uncompiled import uncompiled
 
 # The plans whose calls led to the code that runs, on a worker too: one that waited for its own end
 # would wait for ever.
@@ -77,6 +78,7 @@ class Pipeline:
     Thread-safe: calls from several threads take turns, and the results are those of the last one.
     """
 
+    @uncompiled
     def __init__(
         self,
         fn: Fn | None = None,
@@ -153,6 +155,7 @@ class Pipeline:
         self.reason = None
         self._outs = self._graph.results.items
 
+    @uncompiled
     def __call__(self, x: Any, clone: bool = False) -> list[Any]:
         """Compute and bring all ``n`` results to the host; block until they are there.
 

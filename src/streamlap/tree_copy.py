@@ -33,6 +33,7 @@ from streamlap.pinned import PinnedPool, as_pool, pool_for
 from streamlap.plan_host import producer_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
+from streamlap.uncompiled import uncompiled
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class TreeCopy:
     Thread-safe; calls may be in flight at once.
     """
 
+    @uncompiled
     def __init__(
         self,
         like: Tree,
@@ -155,6 +157,7 @@ class TreeCopy:
         """Bytes of page-locked memory that one call's results take."""
         return sum(block.nbytes for block in self._blocks)
 
+    @uncompiled
     def __call__(
         self,
         tree: Tree,

@@ -77,6 +77,7 @@ class Prefetcher:
     one thread at a time.
     """
 
+    @uncompiled
     def __init__(
         self,
         loader: Iterable[Any],
