@@ -541,7 +541,6 @@ class Moment:
 
 
 def test_what_the_block_hides_is_moved_and_no_more(monkeypatch):
-    narrow(monkeypatch)
     monkeypatch.setattr(activations, "mark", Moment)
     monkeypatch.setattr(pace, "PROBE", 4000)
     x = batch_of("cpu").requires_grad_()  # 1536 bytes
@@ -890,6 +889,38 @@ def test_the_host_waits_where_too_much_is_leaving(where, monkeypatch):
     thread.join()
     assert errors == []
     assert same_bits(torch.autograd.grad(done[0], x)[0], expected)
+
+
+def test_what_is_to_be_hidden_is_not_waited_for(where, monkeypatch):
+    """While the link is busy activations stay."""
+    narrow(monkeypatch)
+    x = batch_of(where).requires_grad_()
+    expected = torch.autograd.grad(chain(x), x)[0]
+    offload = offload_activations("hide", min_bytes=1)
+    with offload:
+        chain(x).backward()
+    copies = CopySide(where)
+    finish_all(where)
+    gate = copies.hold()
+    before = offload.stats()["moved"]
+    with offload:
+        loss = chain(x)
+    assert offload.stats()["moved"] - before == 2
+    gate.open()
+    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_what_a_backward_has_used_is_not_fetched_again(where, monkeypatch):
+    """A node may save several tensors, and keeps all of them until it has run."""
+    narrow(monkeypatch, 4)
+    model, x = model_of(where), batch_of(where)
+    offload = offload_activations(min_bytes=1)
+    with offload:
+        loss = model(x).sum()
+    for keep in (True, False):  # the second backward fetches what the first has used
+        before = offload.stats()["fetched"]
+        loss.backward(retain_graph=keep)
+        assert 10 < offload.stats()["fetched"] - before <= offload.stats()["moved"]
 
 
 def test_what_has_not_left_yet_is_used_as_it_is(where):

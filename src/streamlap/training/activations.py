@@ -71,6 +71,8 @@ def offload_activations(
             ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
             taken so far; the object must be used again for each step, and the first step moves
             64 MiB to measure the link. Backward takes longer, so the way back is hidden, too.
+            Nothing is waited for in forward: while more than a few tensors are leaving, others
+            stay.
         min_bytes: smaller tensors stay.
         keep: called with each tensor that would be moved; True lets it stay.
 
@@ -186,6 +188,10 @@ class ActivationOffload:
         self._arriving.clear()  # of a backward that failed
         if self._budget is not None and self._held + nbytes > self._budget:
             return None
+        if self._pace is not None:
+            self._let_go()
+            if self._leaving.full():  # the link is busy: more would have to be waited for
+                return None
         try:
             memory = Offloaded(tensor, first, nbytes, self._count["moved"], self._died)
         except streamlap.PoolExhausted as error:
@@ -210,7 +216,7 @@ class ActivationOffload:
         while len(self._leaving):
             memory = self._leaving.oldest()()
             if memory is not None:
-                if self._leaving.full():
+                if self._leaving.full() and self._pace is None:
                     memory.wait_until_left()
                 elif not memory.left():
                     return
@@ -243,7 +249,7 @@ class ActivationOffload:
             else:
                 back = memory.way_back() or self._fetch(memory)
                 self._fetch_ahead(memory.number)
-                flat = memory.arrive(back)
+                flat = memory.arrive(back, self._task)
         view = torch.empty(0, dtype=packed.dtype, device=flat.device)
         start = flat.storage_offset() // packed.dtype.itemsize
         return view.set_(flat.untyped_storage(), start + packed.offset, packed.shape, packed.stride)
@@ -272,6 +278,8 @@ class ActivationOffload:
                 gone += 1
                 continue
             gone = 0
+            if memory.spent == self._task:
+                continue
             if not memory.here:
                 self._fetch(memory)
             ahead.add(None, memory.nbytes)

@@ -64,6 +64,8 @@ class Offloaded:
         nbytes: of the range.
         source: the memory on the device, until the copy has gone past.
         users: how many saved tensors lie in it.
+        spent: the backward in which each of them was given its bytes; its node may keep it alive
+            until it has asked for its others.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Offloaded:
         self.number = number
         self.nbytes = nbytes
         self.users = 0
+        self.spent: int | None = None
         self.source: torch.Tensor | None = None
         self._memory = MemoryRef(tensor)  # so that no other storage gets its identity
         self._device = tensor.device
@@ -122,8 +125,8 @@ class Offloaded:
             self.drop()  # another stream's memory, which may be given to others too early
         return self._back
 
-    def arrive(self, back: streamlap.Transfer) -> torch.Tensor:
-        """Return the bytes on the device, readable by the current stream.
+    def arrive(self, back: streamlap.Transfer, task: int) -> torch.Tensor:
+        """Return the bytes on the device, readable by the current stream, in backward ``task``.
 
         They stay until each user has had them once, so that all have the same.
         """
@@ -131,6 +134,7 @@ class Offloaded:
         assert isinstance(flat, torch.Tensor)
         self._taken += 1
         if self._taken >= self.users:
+            self.spent = task
             self.drop()
         return flat
 
