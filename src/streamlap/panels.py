@@ -1,8 +1,9 @@
-"""The product at the critical end of a pipeline, cut into row panels that are copied one by one.
+"""The last product of a pipeline, cut into row panels that are copied one by one.
 
 Compute-bound, nothing hides the last copy: with its product cut, all but a panel of it is hidden.
-Copy-bound, nothing hides the first product: with it cut, the first copy starts after a panel. The
-other items stay whole, since each panel costs a launch and a copy.
+The other items stay whole, since each panel costs a launch and a copy. Copy-bound, it is the first
+product that nothing hides; cut, it gained nothing on an H200 (50 of 4000x4000: 0.3 % more in TF32,
+1.1 % in bfloat16), so nothing is.
 
 A panel may be computed by another kernel than the whole product, with another order of summation.
 So panels are used only where they are known to give the same bits: once for everything that the
@@ -245,8 +246,8 @@ class Ends:
             return
         if asked or n == 1:
             self.cut = n - 1
-        elif self._known.copies_last is not None:
-            self.cut = 0 if self._known.copies_last else n - 1
+        elif self._known.copies_last is False:
+            self.cut = n - 1
 
     def start(
         self, x: torch.Tensor, place: Place, stream: _native.Stream, pool: PinnedPool

@@ -181,7 +181,7 @@ def pipelined_run(
         dtype: convert results to this dtype on the device.
         panels: into how many row panels the product of one item is cut, each copied as soon as it
             is there. None: as :func:`configure` says, "auto" if it was not called. "auto": 4, for
-            the first or the last item, whichever nothing hides, from 8 MiB an item on. A number,
+            the last item, from 8 MiB an item on, where copies wait for products. A number,
             which must divide the rows of ``x``: so many, for the last; 1: none. Only the default
             ``fn`` on one GPU, in a call without ``out``, ``depth``, ``dtype``, ``pool``,
             ``pin=False`` or ``wait=False``, is cut, and only once an earlier call has found that

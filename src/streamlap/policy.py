@@ -48,8 +48,8 @@ class Policy:
         graph_item_bytes: a plan of items up to this size is captured as a graph unasked; 0: none
             is. Issuing an item from Python costs about as long as copying 2 MiB (30 to 40 us at 55
             GB/s): a larger one hides what its call costs.
-        panels: row panels of the product at a pipeline's critical end, of an ``x`` whose rows they
-            divide; or ``"auto"``.
+        panels: row panels of a pipeline's last product, of an ``x`` whose rows they divide; or
+            ``"auto"``.
     """
 
     chunk_bytes: int = 16 * MIB
