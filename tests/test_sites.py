@@ -233,6 +233,14 @@ def test_every_leaf_that_is_moved_is_borrowed(simulation, move):
         transfer.result()
 
 
+def test_every_leaf_that_a_plan_looks_at_by_itself_is_borrowed(simulation):
+    sources = [torch.nn.Parameter(numbers(), requires_grad=False) for _ in range(9)]
+    transfer = streamlap.TreeCopy(like=sources)(sources)
+    sources[7].add_(1)
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
 def test_a_protected_tree_may_be_written_at_once(simulation, move):
     sources = [numbers() for _ in range(9)]
     transfer = move(sources, protect=True)

@@ -119,6 +119,45 @@ def test_what_is_no_earlier_result_is_refused(where):
         assert same_tree(results, kept), name
 
 
+def square(where):
+    return random_numbers((6, 6), where=where)
+
+
+ODD = {
+    "transposed": lambda where: square(where).t(),
+    "negated later": lambda where: torch._neg_view(square(where)),
+    "with history": lambda where: square(where).requires_grad_() * 2,
+    "a parameter": lambda where: torch.nn.Parameter(square(where)),
+    "of inference": torch.inference_mode()(square),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_leaf_that_is_not_as_usual_is_looked_at_by_itself(where, odd):
+    usual = [square(where) for _ in range(5)]
+    copy = TreeCopy(like=usual)
+    first = copy(usual).result()
+    tree = [*usual[:3], ODD[odd](where), usual[4]]
+    for out in (None, first):
+        result = copy(tree, out=out).result()
+        assert same_tree(result, [leaf.detach().resolve_neg().cpu() for leaf in tree])
+        assert not any(leaf.requires_grad for leaf in result)
+
+
+def test_an_earlier_result_that_was_changed_in_place_is_refused(where):
+    tree = [square(where) for _ in range(5)]
+    copy = TreeCopy(like=tree)
+    for change in (
+        lambda leaf: leaf.t_(),
+        lambda leaf: leaf.resize_(4, 9),
+        lambda leaf: leaf.set_(torch.zeros(6, 6)),
+    ):
+        out = copy(tree).result()
+        change(out[3])
+        with pytest.raises(streamlap.InvalidArgument, match="no earlier result"):
+            copy(tree, out=out)
+
+
 def test_trees_that_do_not_fit_are_refused(where):
     xs = [random_bits(10, where=where), random_bits(4, torch.int32, where), 5]
     copy = TreeCopy(like=xs)

@@ -108,8 +108,8 @@ class Back(Way):
     def __init__(self, device: torch.device, host: Values, ours: bool) -> None:
         self.device, self.ours = device, ours
         self.host = host
-        self.block = streamlap.TreeCopy(like=host.tensors)(host.tensors).result()
         self.out = [torch.zeros_like(tensor, device=device) for tensor in host.tensors]
+        self.block = streamlap.TreeCopy(like=self.out)(self.out).result()  # of that device's pool
 
     def before(self) -> None:
         for mine, theirs in zip(self.block, self.host.tensors, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +20,31 @@ from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 Tree = Any
 """A tensor or array, or lists, tuples, dicts, ... of them, as torch's pytree has it."""
 
-flatten = _pytree.tree_flatten
-unflatten = _pytree.tree_unflatten
 TreeSpec = _pytree.TreeSpec
+
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a tree, and its shape; of a list of tensors at once."""
+    kind: Any = type(tree)
+    if (kind is list or kind is tuple) and _LEAVES.issuperset(map(type, tree)):
+        return list(tree), _row_of(kind, len(tree))
+    leaves, spec = _pytree.tree_flatten(tree)
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Tree:
+    """Return the tree of that shape with these leaves."""
+    kind: Any = spec.type
+    if (kind is list or kind is tuple) and spec is _row_of(kind, len(leaves)):
+        return kind(leaves)
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _row_of(kind: Any, count: int) -> TreeSpec:
+    return _pytree.tree_structure(kind([0] * count))
 
 
 @dataclass(slots=True)
@@ -39,6 +63,58 @@ class Source:
     as_numpy: bool
     version: int | None
     stream: int | None = None
+
+    def written(self) -> torch.Tensor | None:
+        """Return the tensor if it was written since."""
+        same = self.version is None or version_of(self.tensor) == self.version
+        return None if same else self.tensor
+
+
+class Sources:
+    """Many tensors that hold data, looked at all at once: a call each would cost more than they do.
+
+    Attributes:
+        tensors: plain, on their device, without history.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        """Raise RuntimeError where one has no version counter."""
+        self.tensors = tensors
+        self._versions = list(map(_VERSION, tensors))
+
+    def written(self) -> torch.Tensor | None:
+        """Return one that was written since, if any."""
+        now = list(map(_VERSION, self.tensors))
+        if now == self._versions:
+            return None
+        pairs = zip(now, self._versions, strict=True)
+        return self.tensors[next(i for i, (new, old) in enumerate(pairs) if new != old)]
+
+
+_VERSION = operator.attrgetter("_version")
+_GRAD = operator.attrgetter("requires_grad")
+
+
+def are_plain(leaves: Sequence[Any], kinds: frozenset[type]) -> bool:
+    """Return whether all are of these kinds of torch's, without history, their bytes their values.
+
+    May raise RuntimeError for layouts that are not strided.
+    """
+    is_conj, is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
+    return (
+        kinds.issuperset(map(type, leaves))
+        and not any(map(_GRAD, leaves))
+        and not any(map(is_neg, leaves))
+        and not any(map(is_conj, leaves))
+    )
+
+
+def borrowed_of(tensors: list[torch.Tensor]) -> list[Source | Sources]:
+    """Return what is to be asked whether one of these was written."""
+    try:
+        return [Sources(tensors)]
+    except RuntimeError:
+        return [Source(tensor, False, version_of(tensor)) for tensor in tensors]
 
 
 def as_source(leaf: object) -> Source | None:

@@ -244,9 +244,7 @@ class Ends:
         self._known = _known.get(key) or _known.setdefault(key, _Known())
         if not self._known.same_bits():
             return
-        if asked or n == 1:
-            self.cut = n - 1
-        elif self._known.copies_last is False:
+        if asked or n == 1 or self._known.copies_last is False:
             self.cut = n - 1
 
     def start(

@@ -8,13 +8,13 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from streamlap import _native, foreign, observe, watch
-from streamlap.arrays import Source, Tree, TreeSpec, unflatten, version_of
+from streamlap.arrays import Source, Sources, Tree, TreeSpec, unflatten
 from streamlap.batch import Copied, Counts, Part
 from streamlap.checks import as_callable, as_seconds
 from streamlap.devices import (
@@ -44,17 +44,20 @@ class Transfer:
         leaves: list[Copied | Any],
         spec: TreeSpec | None,
         parts: list[Part],
-        borrowed: list[Source],
+        borrowed: Sequence[Source | Sources],
         to_device: bool,
         counts: list[Counts] | None = None,
+        nbytes: int | None = None,
     ) -> None:
         self._counts = counts  # None: not asked for
         self._leaves = leaves
         self._spec = spec
         self._parts = parts
-        self._borrowed = borrowed
+        self._borrowed: Sequence[Source | Sources] = borrowed
         self._to_device = to_device
-        self._nbytes = sum(leaf.tensor.nbytes for leaf in leaves if isinstance(leaf, Copied))
+        if nbytes is None:
+            nbytes = sum(leaf.tensor.nbytes for leaf in leaves if isinstance(leaf, Copied))
+        self._nbytes = nbytes
         self._error: Exception | None = None  # how the work ended, once it was raised here
         self._modified: str | None = None  # what SourceModified will say
         self._lock = threading.Lock()
@@ -377,10 +380,11 @@ class Transfer:
         # Under the lock, so that who returns them does not go on to write while another checks.
         with self._lock:
             for source in self._borrowed:
-                if source.version is not None and version_of(source.tensor) != source.version:
-                    shape = tuple(source.tensor.shape)
+                written = source.written()
+                if written is not None:
+                    shape = tuple(written.shape)
                     self._modified = (
-                        f"the source of a transfer (shape {shape} on {source.tensor.device}) was "
+                        f"the source of a transfer (shape {shape} on {written.device}) was "
                         "written while it was borrowed, so the copy may hold old or new bytes. "
                         "Call wait_source(), done() or result() before writing to it, or pass "
                         "protect=True"

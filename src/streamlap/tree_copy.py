@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 from streamlap import _native, observe, watch
 from streamlap.arrays import (
     Source,
+    Sources,
     Tree,
     TreeSpec,
+    are_plain,
     as_destination,
     as_source,
+    borrowed_of,
     contiguous_stride,
     flatten,
     is_dense,
@@ -34,6 +39,15 @@ from streamlap.plan_host import producer_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
 from streamlap.uncompiled import uncompiled
+
+_TENSOR = frozenset((torch.Tensor,))
+_USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+
+_facts = operator.attrgetter("shape", "dtype", "device")
+_kind = operator.attrgetter("device", "layout", "is_nested", "is_quantized")
+_requires_grad = operator.attrgetter("requires_grad")
+_nbytes = operator.attrgetter("nbytes")
+_data_ptr = torch.Tensor.data_ptr
 
 
 @dataclass(slots=True)
@@ -74,7 +88,23 @@ class _Block:
         self.plan = new_plan(described, True, change)
         for leaf, offset in zip(leaves, self.plan.offsets, strict=True):
             leaf.offset = offset
+        # The same, a list each, to be held against those of a call.
+        self.indices = [leaf.index for leaf in leaves]
+        self.offsets = [leaf.offset for leaf in leaves]
+        self.strides = [leaf.stride for leaf in leaves]
+        self.facts = [(leaf.shape, leaf.dtype, device) for leaf in leaves]
+        host = torch.device("cpu")
+        self.result_facts = [(leaf.shape, leaf.wanted, host) for leaf in leaves]
+        self.as_numpy = [leaf.as_numpy for leaf in leaves]
+        self.has_empty = not all(leaf.shape.numel() for leaf in leaves)
+        self.result_bytes = sum(leaf.shape.numel() * leaf.wanted.itemsize for leaf in leaves)
         self.nbytes = self.plan.range_bytes
+
+    def own(self, leaves: list[Any]) -> list[Any]:
+        """Return those of a tree's leaves that are this block's."""
+        if len(self.indices) == len(leaves):
+            return leaves
+        return [leaves[index] for index in self.indices]
 
     def results(self, block: _native.Block) -> list[torch.Tensor]:
         """Return the views of a block, a leaf each."""
@@ -198,7 +228,9 @@ class TreeCopy:
             _Call(block, leaves, outs, stream if block.place.is_cuda or not mixed or own else None)
             for block in self._blocks
         ]
-        parts, borrowed, counts = [], [], []
+        parts: list[Part] = []
+        borrowed: list[Source | Sources] = []
+        counts: list[Counts] = []
         results = list(leaves)
         for call in checked:
             pool = self._pool or pool_for(call.block.place)
@@ -207,7 +239,8 @@ class TreeCopy:
             counts += call.counts
             call.deliver(results, parts[-1])
         transfer = Transfer(
-            results, self._spec, parts, borrowed, False, counts if self._counts else None
+            *(results, self._spec, parts, borrowed, False, counts if self._counts else None),
+            nbytes=sum(block.result_bytes for block in self._blocks),
         )
         if protect:
             transfer.wait_source(stream)  # site: tree_copy.protect
@@ -234,14 +267,18 @@ class _Call:
         place = block.place
         self.tensors: list[torch.Tensor] = []
         self.kept: list[torch.Tensor] = []
-        self.borrowed: list[Source] = []
+        self.borrowed: list[Source | Sources] = []
         self.counts: list[Counts] = []
-        self.outs = None if outs is None else _results_of(block, outs)
-        self.given = outs
+        self.given = None if outs is None else block.own(outs)
+        self.outs = None if self.given is None else _results_of(block, self.given)
         loose: list[int] = []
         own: set[int | None] = set()
-        for position, leaf in enumerate(block.leaves):
-            given = leaves[leaf.index]
+        mine = block.own(leaves)
+        if _are_as(mine, block.facts, block.strides):
+            self.tensors = list(mine)
+            self.borrowed += borrowed_of(self.tensors)  # site: tree_copy.borrow_as_planned
+            own, mine = {None}, []
+        for position, (leaf, given) in enumerate(zip(block.leaves, mine, strict=not own)):
             source = _source_like(given, leaf, block.device)
             tensor = source.tensor
             own.add(source.stream)
@@ -298,23 +335,29 @@ class _Call:
             place.engine,
             device=place.index,
             to_device=False,
-            moves=[(block.plan, [tensor.data_ptr() for tensor in self.tensors], base, counts)],
+            moves=[(block.plan, list(map(_data_ptr, self.tensors)), base, counts)],
             after=self.after,  # site: tree_copy.after
             scale=scale,
             keep_source=(self.tensors, self.kept),  # site: tree_copy.keep_source
             keep_destination=(memory, self.counts),  # site: tree_copy.keep_destination
         )
         native = observe.submitted(submit, observe.Copy(place, False, "gather", block.nbytes))
-        indices = [leaf.index for leaf in block.leaves]
-        return Part(native, place, "gather", indices, place.is_cuda, place, self.of_cupy)
+        return Part(native, place, "gather", block.indices, place.is_cuda, place, self.of_cupy)
 
     def deliver(self, results: list[Any], part: Part) -> None:
         """Put the destinations in place, while the bytes are on their way."""
-        views = self.outs if self.outs is not None else self.block.results(self.memory)
-        for position, (leaf, view) in enumerate(zip(self.block.leaves, views, strict=True)):
-            given = None if self.given is None else self.given[leaf.index]
-            waits = part if view.numel() else None
-            results[leaf.index] = Copied(view, leaf.as_numpy, given, waits, position)
+        block = self.block
+        views = self.outs if self.outs is not None else block.results(self.memory)
+        given = itertools.repeat(None) if self.given is None else self.given
+        waits: Iterable[Part | None] = itertools.repeat(part)
+        if block.has_empty:
+            waits = [part if view.numel() else None for view in views]
+        made = list(map(Copied, views, block.as_numpy, given, waits, itertools.count()))
+        if len(made) == len(results):
+            results[:] = made
+        else:
+            for index, one in zip(block.indices, made, strict=True):
+                results[index] = one
 
 
 def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
@@ -322,21 +365,24 @@ def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
 
     What the general way does for it, at a fraction of the cost a leaf. None sends a tree there.
     """
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    device = leaves[0].device if type(leaves[0]) in kinds else None
-    sizes, pointers = [], []
-    for leaf in leaves:
-        if type(leaf) not in kinds or leaf.layout is not torch.strided or leaf.is_nested:
+    if not _USUAL.issuperset(map(type, leaves)):
+        return None
+    try:
+        sources = list(leaves)
+        if any(map(_requires_grad, leaves)):
+            sources = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        if set(map(_kind, sources)) != {(leaves[0].device, torch.strided, False, False)}:
             return None
-        if leaf.device != device or not leaf.is_contiguous() or leaf.is_quantized:
+        if not are_plain(sources, _USUAL) or not all(map(torch.Tensor.is_contiguous, sources)):
             return None
-        if leaf.is_conj() or leaf.is_neg():
-            return None
-        sizes.append(leaf.numel() * leaf.itemsize)
-        pointers.append(leaf.data_ptr())
+        sizes = list(map(_nbytes, sources))
+        pointers = list(map(_data_ptr, sources))
+    except RuntimeError:  # of layouts without addresses
+        return None
+    device = leaves[0].device
     now = policy()
     nbytes = sum(sizes)
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda"):
         return None
     if (
         max(sizes) > now.small_leaf_bytes
@@ -349,7 +395,6 @@ def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
     blocks = now.blocks_of_move(True, False, False)
     plan = _native.TreePlan.of_bytes(sizes, blocks, now.move_threads)
     block = pool_for(place)._allocate(plan.range_bytes)
-    sources = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
     submit = functools.partial(
         _native.submit_moves,
         place.engine,
@@ -367,8 +412,8 @@ def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
     for position, (leaf, size, offset) in enumerate(zip(leaves, sizes, plan.offsets, strict=True)):
         view = views.take(leaf.shape, leaf.stride(), leaf.dtype, offset)
         results.append(Copied(view, False, None, part if size else None, position))
-    borrowed = [Source(x, False, version_of(x)) for x in sources]  # site: tree_copy.usual_borrow
-    return Transfer(results, spec, [part], borrowed, False)
+    borrowed = borrowed_of(sources)  # site: tree_copy.usual_borrow
+    return Transfer(results, spec, [part], borrowed, False, nbytes=nbytes)
 
 
 class _Views:
@@ -403,6 +448,26 @@ def _as_scale(scale: object) -> float | None:
     if not abs(number) <= torch.finfo(torch.float32).max:
         raise InvalidArgument(f"scale must be a finite float32, not {scale}")
     return number
+
+
+def _are_as(
+    leaves: list[Any],
+    facts: list[tuple[torch.Size, torch.dtype, torch.device]],
+    strides: list[tuple[int, ...]],
+) -> bool:
+    """Return whether all are usual tensors of exactly these kinds.
+
+    Each question goes to all of them in one call: a loop over the leaves would cost more than the
+    copies. False sends them to be looked at one by one, which knows more and says what is wrong.
+    """
+    try:
+        return (
+            are_plain(leaves, _TENSOR)
+            and list(map(_facts, leaves)) == facts
+            and list(map(torch.Tensor.stride, leaves)) == strides
+        )
+    except RuntimeError:
+        return False
 
 
 def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
@@ -441,8 +506,12 @@ def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
     """Return the earlier results of the plan that ``outs`` must be."""
     found = []
     base: int | None = None
-    for leaf in block.leaves:
-        out = outs[leaf.index]
+    if not block.has_empty and _are_as(outs, block.result_facts, block.strides):
+        filled = outs[0]
+        base = filled.data_ptr() - block.offsets[0]
+        if list(map(_data_ptr, outs)) == [base + offset for offset in block.offsets]:
+            found = list(outs)
+    for leaf, out in zip(block.leaves, outs if not found else (), strict=not found):
         if type(out) is not torch.Tensor or out.requires_grad:
             out = as_destination(out, f"out[{leaf.index}]")
         fits = out.shape == leaf.shape and out.dtype == leaf.wanted and out.device.type == "cpu"
