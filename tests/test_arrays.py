@@ -1,5 +1,6 @@
 """Which tensors can be copied, bit for bit, and which are refused by name with nothing lost."""
 
+import collections
 import warnings
 
 import numpy as np
@@ -489,3 +490,23 @@ def test_overlapping_pairs():
     assert arrays.overlapping([base[::2], base[::3]]) == (0, 1)
     assert arrays.overlapping([base[:0], base]) is None
     assert arrays.overlapping([]) is None
+
+
+class Row(list):
+    """A list by another name: a leaf, as pytree has it."""
+
+
+def test_a_row_of_tensors_is_a_tree_as_any_other():
+    x, p = torch.zeros(3), torch.nn.Parameter(torch.zeros(2))
+    pair = collections.namedtuple("pair", "a b")
+    for tree in ([], (), [x], (x, p), [x, 1], [[x], (p,)], {"a": [x, x]}, pair(x, p), Row([x]), x):
+        leaves, spec = arrays.flatten(tree)
+        expected, as_pytree = torch.utils._pytree.tree_flatten(tree)
+        assert len(leaves) == len(expected)
+        assert all(a is b for a, b in zip(leaves, expected, strict=True))
+        assert spec == as_pytree
+        again = arrays.unflatten(leaves, spec)
+        assert type(again) is type(tree)
+        if not isinstance(tree, torch.Tensor):
+            assert again == tree
+        assert type(arrays.unflatten(leaves, as_pytree)) is type(tree)

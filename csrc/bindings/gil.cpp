@@ -51,7 +51,8 @@ void park_thread() noexcept {
 
 namespace {
 
-// Never destroyed: threads come and go while the process's own statics die.
+// Never destroyed: threads come and go while the process's own statics die. In a forked child it is
+// left alone: another thread may have held the mutex.
 struct Register {
   std::mutex mutex;
   std::vector<const Outside*> all;
@@ -65,18 +66,21 @@ struct Register {
 }  // namespace
 
 Outside::Outside() : thread_(PyThread_get_thread_ident()) {
+  if (process::forked()) return;
   Register& known = Register::instance();
   const std::lock_guard lock(known.mutex);
   known.all.push_back(this);
 }
 
 Outside::~Outside() {
+  if (process::forked()) return;
   Register& known = Register::instance();
   const std::lock_guard lock(known.mutex);
   std::erase(known.all, this);
 }
 
 std::vector<unsigned long> threads_outside() {
+  if (process::forked()) return {};
   Register& known = Register::instance();
   const std::lock_guard lock(known.mutex);
   std::vector<unsigned long> answer;

@@ -234,6 +234,8 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return (0, 0)
     begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -270,13 +272,14 @@ def overlap_between(
 
     Without ``others``: of two of ``tensors``. One sweep over the sorted ranges of addresses.
     """
+    groups = (tensors, others or ())
+    devices: dict[torch.device, int] = {}
     spans = sorted(
-        (str(tensor.device), *span(tensor), kind, index)
-        for kind, group in enumerate((tensors, others or ()))
+        (devices.setdefault(tensor.device, len(devices)), *span(tensor), kind, index)
+        for kind, group in enumerate(groups)
         for index, tensor in enumerate(group)
         if tensor.numel()
     )
-    groups = (tensors, others or ())
     for position, (device, _begin, end, kind, index) in enumerate(spans):
         for other_device, other_begin, _end, other_kind, other in spans[position + 1 :]:
             if other_device != device or other_begin >= end:
@@ -284,7 +287,7 @@ def overlap_between(
             if others is not None and kind == other_kind:
                 continue
             first, second = groups[kind][index], groups[other_kind][other]
-            if device != "cpu" or _shared(first, second):
+            if first.device.type != "cpu" or _shared(first, second):
                 return (index, other) if kind <= other_kind else (other, index)
     return None
 

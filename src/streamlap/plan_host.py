@@ -257,6 +257,7 @@ class _SmallBlock:
         dtype: torch.dtype | None,
     ) -> None:
         self._block: torch.Tensor | None = None
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._used = 0
         self._limit = policy().small_leaf_bytes
         if pin is False or len(sources) < 2:
@@ -285,9 +286,12 @@ class _SmallBlock:
             return None
         if self._used + room > self._block.numel():
             return None
-        piece = self._block[self._used : self._used + count * dtype.itemsize].view(dtype)
+        flat = self._typed.get(dtype)
+        if flat is None:
+            flat = self._typed[dtype] = self._block.view(dtype)
+        first = flat.storage_offset() + self._used // dtype.itemsize
         self._used += room
-        return piece.as_strided(shape, stride, piece.storage_offset())
+        return flat.as_strided(shape, stride, first)
 
 
 def _destination(
