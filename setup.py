@@ -162,7 +162,8 @@ class CppTests(Command):
 
     def run(self) -> None:
         tree = native("streamlap_tests", STREAMLAP_TESTS="ON")
-        run(required("ctest"), "--test-dir", tree, "--output-on-failure", "--no-tests=error")
+        how = ("--output-on-failure", "--no-tests=error", "--parallel", "2")
+        run(required("ctest"), "--test-dir", tree, *how)
 
 
 class Mutants(Command):

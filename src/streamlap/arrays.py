@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from streamlap import foreign
 from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
+from streamlap.uncompiled import uncompiled
 
 Tree = Any
 """A tensor or array, or lists, tuples, dicts, ... of them, as torch's pytree has it."""
@@ -34,6 +35,7 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     return leaves, spec
 
 
+@uncompiled
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Tree:
     """Return the tree of that shape with these leaves."""
     kind: Any = spec.type

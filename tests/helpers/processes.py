@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER = r"""
-import json, os, signal, sys
+import gc, json, os, signal, sys
 import torch, streamlap
+
+gc.collect()
+gc.freeze()  # else each child's last collection touches, and so copies, all that was imported
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell put us behind
 
