@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
+import contextlib
 import os
+import py_compile
 import re
 import shutil
 import signal
@@ -112,16 +115,31 @@ def run(tests: list[str], folder: Path, limit: float) -> tuple[str, str]:
     return ("fails" if named else f"pytest ended with {code}"), said
 
 
-def judge(changed: tuple[Path, str] | None, tests: list[str], limit: float) -> tuple[str, str]:
+def compiled(folder: Path) -> Path:
+    """Return a copy of the package whose byte code needs no look at the sources."""
+    copy = folder / "streamlap"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    with contextlib.redirect_stdout(None):
+        compileall.compile_dir(copy, quiet=2, invalidation_mode=mode)
+    return copy
+
+
+def judge(
+    package: Path, changed: tuple[Path, str] | None, tests: list[str], limit: float
+) -> tuple[str, str]:
     """Run tests against a copy of the package with one file changed."""
     with tempfile.TemporaryDirectory(prefix="streamlap-mutant-") as name:
         folder = Path(name)
         copy = folder / "streamlap"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(package, copy)
         for module in PACKAGE.glob("*.so"):
             (copy / module.name).symlink_to(module)
         if changed is not None:
-            (copy / changed[0].relative_to(PACKAGE)).write_text(changed[1])
+            path = copy / changed[0].relative_to(PACKAGE)
+            path.write_text(changed[1])
+            for code in path.parent.glob(f"__pycache__/{path.stem}.*"):
+                code.unlink()
         return run(tests, folder, limit)
 
 
@@ -150,29 +168,12 @@ def main() -> int:
     names = sorted(name for name in killers if name in found)
     names = [name for name in names if not given.sites or name in given.sites]
 
-    baseline, said = judge(None, sorted({killers[name] for name in names}), 300.0)
-    if baseline != "passes":
-        print(f"with nothing left out the killers' run {baseline}:\n{said[-3000:]}")
+    with tempfile.TemporaryDirectory(prefix="streamlap-mutants-") as folder:
+        sys.dont_write_bytecode = False  # the tests' serves from one fork to the next
+        package = compiled(Path(folder))
+        killed = gate(package, found, names, killers, instead, LIMIT[kind], given.cuda)
+    if killed is None:
         return 1
-
-    def one(name: str) -> tuple[str, str]:
-        path, number = found[name]
-        changed = (path, without(path, number, instead.get(name)))
-        # Threads may happen to come in the right order without what orders them.
-        ends = [judge(changed, [killers[name]], LIMIT[kind])[0]]
-        while ends[-1] == "passes" and len(ends) < TRIES:
-            ends.append(judge(changed, [killers[name]], LIMIT[kind])[0])
-        return name, ends[-1] if len(ends) == 1 else f"{ends[-1]} at try {len(ends)}"
-
-    killed = 0
-    with ThreadPoolExecutor(1 if given.cuda else 2) as pool:
-        for name, end in pool.map(one, names):
-            dead = end.startswith(("fails", "hangs", "signal"))
-            killed += dead
-            how = "" if end == "fails" else f" ({end})"
-            print(
-                f"  {name:36} {'killed by' if dead else 'ALIVE:'} {killers[name]}{how}", flush=True
-            )
     if not given.cuda:
         for name, proof in sorted(equivalent.items()):
             print(f"  {name:36} equivalent: {proof}")
@@ -183,6 +184,42 @@ def main() -> int:
         f"in {time.monotonic() - begin:.0f} s"
     )
     return 1 if wrong or killed < len(names) else 0
+
+
+def gate(
+    package: Path,
+    found: dict[str, tuple[Path, int]],
+    names: list[str],
+    killers: dict[str, str],
+    instead: dict[str, str],
+    limit: float,
+    alone: bool,
+) -> int | None:
+    """Return how many mutants are killed; None if a killer fails without a mutant."""
+    baseline, said = judge(package, None, sorted({killers[name] for name in names}), 300.0)
+    if baseline != "passes":
+        print(f"with nothing left out the killers' run {baseline}:\n{said[-3000:]}")
+        return None
+
+    def one(name: str) -> tuple[str, str]:
+        path, number = found[name]
+        changed = (path, without(path, number, instead.get(name)))
+        # Threads may happen to come in the right order without what orders them.
+        ends = [judge(package, changed, [killers[name]], limit)[0]]
+        while ends[-1] == "passes" and len(ends) < TRIES:
+            ends.append(judge(package, changed, [killers[name]], limit)[0])
+        return name, ends[-1] if len(ends) == 1 else f"{ends[-1]} at try {len(ends)}"
+
+    killed = 0
+    with ThreadPoolExecutor(1 if alone else 2) as pool:
+        for name, end in pool.map(one, names):
+            dead = end.startswith(("fails", "hangs", "signal"))
+            killed += dead
+            how = "" if end == "fails" else f" ({end})"
+            print(
+                f"  {name:36} {'killed by' if dead else 'ALIVE:'} {killers[name]}{how}", flush=True
+            )
+    return killed
 
 
 if __name__ == "__main__":
