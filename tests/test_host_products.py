@@ -206,22 +206,23 @@ def test_results_are_there(schedule, groups_of_eight):
 
 
 def test_two_groups_at_most_wait_for_the_worker(groups_of_eight):
+    def live():
+        return streamlap.pool_stats("cpu")["live"]
+
     x = random_numbers((16, 16))
     pipelined_run(x, n=1)
+    assert eventually(lambda: live() == 0)  # the worker still holds its last task for a moment
     gate = host_place(0).compute_stream().gate()
     results = []
     thread = threading.Thread(target=lambda: results.extend(pipelined_run(x, n=80)))
     thread.start()
-
-    def live():
-        return streamlap.pool_stats("cpu")["live"]
-
-    group = 8 * x.nbytes
-    assert eventually(lambda: live() >= 2 * group)
     try:
+        group = 8 * x.nbytes
+        assert eventually(lambda: live() >= 2 * group)
         assert not eventually(lambda: live() > 2 * group, 0.2)
     finally:
         gate.open()
         thread.join()
-    assert len(results) == 80
-    results.clear()
+        done = len(results)
+        results.clear()
+    assert done == 80
