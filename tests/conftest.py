@@ -1,7 +1,6 @@
 """GPU tests: skipped with the runtime's own reason, unless --require-gpu makes a skip a failure."""
 
 import collections
-import gc
 import os
 from functools import cache
 
@@ -197,7 +196,7 @@ def seed(request) -> int:
 @pytest.fixture
 def nothing_left(where):
     """After the test no pinned block is held and no abandoned transfer is in flight."""
-    from helpers.streams import engine_of, eventually
+    from helpers.streams import engine_of, let_go
 
     import streamlap
 
@@ -213,6 +212,4 @@ def nothing_left(where):
 
     before = held()
     yield
-    if not eventually(is_clean, 0.05):
-        gc.collect()
-        assert eventually(is_clean, 2.0), (before, streamlap.pool_stats(where))
+    assert let_go(is_clean), (before, streamlap.pool_stats(where))

@@ -470,7 +470,7 @@ def test_torch_s_current_stream_is_not_made_to_wait(cupy):
         finish_all("cuda:0")
         gate = held.hold()
         transfer = to_cpu(x)
-        assert eventually(free.passed(), 3)
+        assert eventually(free.passed())
         assert not transfer.done()
         gate.open()
         transfer.result()

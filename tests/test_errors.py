@@ -142,4 +142,4 @@ def test_a_failed_transfer_gives_its_memory_back():
         stream.synchronize()
     del transfer
     gc.collect()
-    assert eventually(lambda: streamlap.pool_stats("cpu")["live"] <= before, 2.0)
+    assert eventually(lambda: streamlap.pool_stats("cpu")["live"] <= before)

@@ -165,7 +165,7 @@ def test_a_consumer_that_stops_early_loses_nothing(where, consumed, how):
         generator.close()
     made = len(calls)
     assert made <= consumed + 5
-    assert eventually(lambda: streamlap.pool_stats(where)["live"] <= before, 2.0)
+    assert eventually(lambda: streamlap.pool_stats(where)["live"] <= before)
     assert engine_of(where).abandoned() == 0
     assert same_tree(list(pipelined_map(square, [x] * 3)), [x.mm(x).cpu()] * 3)
     assert len(calls) == made
@@ -219,7 +219,7 @@ def test_what_fn_raises_comes_at_its_turn(where, index, depth):
     assert error.streamlap_index == index
     assert any(f"item {index}" in note for note in error.__notes__)
     assert len(calls) == index + 1
-    assert eventually(lambda: streamlap.pool_stats(where)["live"] == before["live"], 2.0)
+    assert eventually(lambda: streamlap.pool_stats(where)["live"] == before["live"])
     assert list(generator) == []
 
 

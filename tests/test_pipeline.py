@@ -531,7 +531,7 @@ def test_what_fn_raises_comes_out_as_it_is(where, index, wait):
         after = streamlap.pool_stats(where)
         assert (after["live"], after["live_blocks"]) == (before["live"], before["live_blocks"])
     else:
-        assert eventually(lambda: streamlap.pool_stats(where)["live"] == before["live"], 2.0)
+        assert eventually(lambda: streamlap.pool_stats(where)["live"] == before["live"])
     assert same_tree(pipelined_run(x, n=3), [x.mm(x).cpu()] * 3)
 
 
@@ -907,7 +907,7 @@ def test_what_others_enqueue_while_a_pipeline_waits_for_a_failing_copy_runs(monk
     assert eventually(lambda: launched)
     gate.open()
     assert isinstance(failing.exception(PATIENCE), NotImplementedError)
-    assert eventually(lambda: len(ran) == len(launched), 5)
+    assert eventually(lambda: len(ran) == len(launched))
 
 
 def test_a_lane_that_cannot_start_gives_its_error(monkeypatch):
@@ -981,6 +981,6 @@ def test_a_failed_pipeline_keeps_nothing_of_its_arguments():
         with contextlib.suppress(ArithmeticError):
             pipelined_run(x, n=3, fn=fn)
         del x
-        assert eventually(lambda: seen() is None, 2.0)
+        assert eventually(lambda: seen() is None)
     finally:
         gc.enable()

@@ -129,6 +129,7 @@ def check(found, expected):
         assert same_bits(value, expected)
 
 
+@pytest.mark.timeout(900)  # half a minute, where nothing else runs
 def test_programs_made_at_random_are_right_in_any_order(seed, repeats):
     number = EXAMPLES * len(repeats("cpu"))
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/py_transfer.h"
+#include "bindings/tensor_row.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
 #include "transfer/tree_plan.h"
@@ -63,28 +64,73 @@ std::shared_ptr<TreePlan> make_plan(const std::vector<PyLeaf>& leaves, bool gath
   return std::make_shared<TreePlan>(std::move(made), std::move(options));
 }
 
-// A gather of leaves that are so many bytes each.
-std::shared_ptr<TreePlan> make_plan_of_bytes(const std::vector<std::size_t>& sizes, unsigned blocks,
-                                             unsigned threads) {
+// What a move calls the elements of a dtype; none where it knows them as bytes only.
+std::optional<Element> element_of(const dlpack::DataType& dtype) {
+  if (dtype.code == dlpack::code_float && dtype.bits == 32) return Element::float32;
+  if (dtype.code == dlpack::code_float && dtype.bits == 16) return Element::float16;
+  if (dtype.code == dlpack::code_bfloat && dtype.bits == 16) return Element::bfloat16;
+  return std::nullopt;
+}
+
+// A plan between the tensors of `far`, all contiguous, and one range, with the dtypes of `near`
+// where that is given: those of `far`, or such as a move casts between. Where `near` has addresses,
+// the range is the one around them.
+std::shared_ptr<TreePlan> make_plan_of_rows(const TensorRow& far, const TensorRow* near,
+                                            bool gathers, unsigned blocks, unsigned cast_blocks,
+                                            unsigned threads) {
   std::vector<TreeLeaf> leaves;
-  leaves.reserve(sizes.size());
-  for (std::size_t bytes : sizes) leaves.push_back({Element::bytes, Element::bytes, bytes});
+  leaves.reserve(far.size());
   TreeOptions options;
-  options.grid = {blocks, threads};
+  options.way = gathers ? Way::gather : Way::scatter;
+  bool casts = false;
+  if (near != nullptr && near->size() != far.size()) {
+    throw Error(ErrorKind::invalid_argument, "rows of different lengths");
+  }
+  for (std::size_t leaf = 0; leaf < far.size(); ++leaf) {
+    if (near != nullptr && near->count(leaf) != far.count(leaf)) {
+      throw Error(ErrorKind::invalid_argument, "rows of different tensors");
+    }
+    leaves.push_back({Element::bytes, Element::bytes, far.bytes(leaf)});
+    if (near == nullptr || near->dtype(leaf) == far.dtype(leaf)) continue;
+    const auto from = element_of((gathers ? far : *near).dtype(leaf));
+    const auto to = element_of((gathers ? *near : far).dtype(leaf));
+    if (!from || !to) throw Error(ErrorKind::invalid_argument, "no move casts these dtypes");
+    leaves.back() = {*from, *to, far.count(leaf)};
+    casts = true;
+  }
+  if (near != nullptr && !near->addresses()->empty()) {
+    const auto [begin, bytes] = near->around();
+    options.range_bytes = bytes;
+    for (std::size_t leaf = 0; leaf < near->size(); ++leaf) {
+      options.offsets.push_back(near->bytes(leaf) == 0 ? 0 : near->addresses()->at(leaf) - begin);
+    }
+  }
+  options.grid = {casts ? cast_blocks : blocks, threads};
   return std::make_shared<TreePlan>(std::move(leaves), std::move(options));
+}
+
+// Does a gather at once, in this thread, into memory that only it knows of.
+void gather_now(const TreePlan& plan, const Addresses& addresses, std::uintptr_t base) {
+  std::vector<void*> far;
+  far.reserve(addresses.size());
+  for (std::uintptr_t address : addresses) far.push_back(reinterpret_cast<void*>(address));
+  GilRelease released;
+  for (const moves::MovePtr& move : plan.bind(far, reinterpret_cast<void*>(base), nullptr)) {
+    moves::run(*move);
+  }
 }
 
 // What one plan moves this time: the plan, an address a leaf, that of the range, and that of the
 // counts (0 if it does not count).
-using PyMove = std::tuple<std::shared_ptr<TreePlan>, std::vector<std::uintptr_t>, std::uintptr_t,
+using PyMove = std::tuple<std::shared_ptr<TreePlan>, std::shared_ptr<Addresses>, std::uintptr_t,
                           std::uintptr_t>;
 
 void add_to(TransferRequest& request, const PyMove& given, std::optional<float> scale) {
   const auto& [plan, addresses, base_address, counts] = given;
   auto* base = reinterpret_cast<std::byte*>(base_address);
   std::vector<void*> far;
-  far.reserve(addresses.size());
-  for (std::uintptr_t address : addresses) far.push_back(reinterpret_cast<void*>(address));
+  far.reserve(addresses->size());
+  for (std::uintptr_t address : *addresses) far.push_back(reinterpret_cast<void*>(address));
   for (auto& move : plan->bind(far, base, reinterpret_cast<std::uint64_t*>(counts), scale)) {
     request.moves.push_back(std::move(move));
   }
@@ -172,10 +218,13 @@ void bind_tree(py::module_& module) {
            py::arg("align") = 256, py::arg("offsets") = std::vector<std::size_t>(),
            py::arg("range_bytes") = 0, py::arg("scale") = py::none(), py::arg("counts") = false,
            py::arg("blocks") = 4, py::arg("threads") = 512)
-      .def_static("of_bytes", &make_plan_of_bytes)
+      .def_static("of_rows", &make_plan_of_rows, py::arg("far"), py::arg("near").none(true),
+                  py::arg("gathers"), py::arg("blocks"), py::arg("cast_blocks"),
+                  py::arg("threads"))
       .def_property_readonly("offsets", &TreePlan::offsets)
       .def_property_readonly("range_bytes", &TreePlan::range_bytes)
       .def_property_readonly("counts", &TreePlan::counts);
+  module.def("gather_now", &gather_now);
   module.def("submit_checksum", &submit_checksum, py::arg("engine"), py::kw_only(),
              py::arg("device"), py::arg("data"), py::arg("nbytes"), py::arg("sums"),
              py::arg("blocks"), py::arg("threads"), py::arg("after"), py::arg("keep_source"),

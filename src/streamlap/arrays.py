@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from streamlap import foreign
+from streamlap import _native, foreign
 from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 from streamlap.uncompiled import uncompiled
 
@@ -93,22 +93,61 @@ class Sources:
         return self.tensors[next(i for i, (new, old) in enumerate(pairs) if new != old)]
 
 
+_table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+if type(_table).__name__ == "PyCapsule":  # from torch 2.10 on; before, each tensor is asked itself
+    _native.use_tensors_of(_table, torch.Tensor)
+
+_DTYPE = operator.attrgetter("dtype")
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("requires_grad")
 
 
-def are_plain(leaves: Sequence[Any], kinds: frozenset[type]) -> bool:
-    """Return whether all are of these kinds of torch's, without history, their bytes their values.
+def row_of(tensors: list[Any]) -> _native.TensorRow | None:
+    """Return what torch's own plain tensors of one device say of themselves, all in one call.
 
-    May raise RuntimeError for layouts that are not strided.
+    None: one of them is something else, has history, or its bytes are not its values.
     """
-    is_conj, is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
-    return (
-        kinds.issuperset(map(type, leaves))
-        and not any(map(_GRAD, leaves))
-        and not any(map(is_neg, leaves))
-        and not any(map(is_conj, leaves))
-    )
+    row = _native.TensorRow.of(tensors)  # first: then the others may be asked as well
+    if row is None or any(map(_GRAD, tensors)) or not _are_values(tensors, row):
+        return None
+    return row
+
+
+def row_like(
+    shapes: Sequence[Sequence[int]],
+    strides: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    device: int,
+) -> _native.TensorRow | None:
+    """Return what tensors of these kinds would say of themselves; None where that is not known.
+
+    Args:
+        device: a GPU's index; -1: the CPU.
+    """
+    examples = list(map(_example, dtypes))
+    return _native.TensorRow.described(list(shapes), list(strides), examples, device)
+
+
+@functools.cache
+def _example(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
+
+
+def addresses_in(
+    row: _native.TensorRow, tensors: list[Any], dtypes: list[torch.dtype]
+) -> _native.Addresses | None:
+    """Return where tensors of exactly these kinds are; None: as :func:`row_of`, or they differ."""
+    addresses = row.addresses_of(tensors)
+    if addresses is None or any(map(_GRAD, tensors)) or not _are_values(tensors, row):
+        return None
+    return None if row.ambiguous and list(map(_DTYPE, tensors)) != dtypes else addresses
+
+
+def _are_values(tensors: list[torch.Tensor], row: _native.TensorRow) -> bool:
+    """Return whether the bytes of all are the values: a call each, and no other way to ask."""
+    if any(map(torch.Tensor.is_neg, tensors)):
+        return False
+    return not (row.has_complex and any(map(torch.Tensor.is_conj, tensors)))
 
 
 def borrowed_of(tensors: list[torch.Tensor]) -> list[Source | Sources]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -61,7 +61,7 @@ class Part:
     native: _native.Transfer
     place: Place
     path: str
-    leaves: list[int]
+    leaves: Sequence[int]
     source_on_device: bool
     source_place: Place
     of_cupy: bool = False
@@ -88,6 +88,39 @@ class Copied:
         if self.given is not None:
             return self.given
         return self.tensor.numpy() if self.as_numpy else self.tensor
+
+
+class CopiedRow(Sequence[Copied]):
+    """Tensors that one part brings, all the leaves of a tree: a :class:`Copied` where one is asked.
+
+    Made anew for each of many leaves, those would cost more than the copy.
+
+    Attributes:
+        tensors: the destinations.
+        given: they are the caller's own.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], part: Part, given: bool) -> None:
+        self.tensors = tensors
+        self.given = given
+        self._part = part
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @overload
+    def __getitem__(self, key: int) -> Copied: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Copied]: ...
+    def __getitem__(self, key: int | slice) -> Copied | list[Copied]:
+        if isinstance(key, slice):
+            return [self._at(index) for index in range(len(self))[key]]
+        return self._at(range(len(self))[key])
+
+    def _at(self, index: int) -> Copied:
+        tensor = self.tensors[index]
+        part = self._part if tensor.numel() else None
+        return Copied(tensor, False, tensor if self.given else None, part, index)
 
 
 @dataclass

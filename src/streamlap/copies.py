@@ -18,8 +18,8 @@ from streamlap.pinned import PinnedPool, as_pool
 from streamlap.plan_device import plan_to_device
 from streamlap.plan_host import plan_to_cpu
 from streamlap.policy import policy
+from streamlap.rows import tree_to_cpu, tree_to_device
 from streamlap.transfer import Transfer
-from streamlap.tree_copy import usual_tree
 from streamlap.uncompiled import uncompiled
 
 
@@ -85,10 +85,10 @@ def to_cpu(
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
     watch.enter()
-    usual = out is None and dtype is None and stream is None and pool is None and protect is False
-    usual = usual and nonfinite is False
+    usual = stream is None and pool is None and protect is False and nonfinite is False
     usual = usual and (pin is None or pin is True) and chunk_bytes is None
-    if usual:
+    dtype = as_dtype(dtype)
+    if usual and out is None and dtype is None:
         try:
             transfer = usual_transfer(tree)
         except PoolExhausted:  # past the limit the general way goes on in ordinary memory
@@ -98,19 +98,19 @@ def to_cpu(
         if transfer is not None:
             return transfer
     leaves, spec = flatten(tree)
+    outs = _out_leaves(out, spec, len(leaves))
     if usual and len(leaves) > 1:
         try:
-            transfer = usual_tree(leaves, spec)
+            transfer = tree_to_cpu(leaves, spec, None if out is None else outs, dtype)
         except PoolExhausted:
             if pin:
                 raise
             transfer = None
         if transfer is not None:
             return transfer
-    dtype, pin, pool = as_dtype(dtype), as_pin(pin), as_pool(pool)
+    pin, pool = as_pin(pin), as_pool(pool)
     protect = as_flag(protect, "protect")
     chunk = _as_chunk(chunk_bytes)
-    outs = _out_leaves(out, spec, len(leaves))
     change = Change(as_flag(nonfinite, "nonfinite"))
     planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk, None, change)
     return _started(planned, spec, False, stream, protect, nonfinite)
@@ -155,6 +155,10 @@ def to_device(
     target = parse_device(device)
     leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
+    if len(leaves) > 1 and stream is None and chunk_bytes is None and not protect:
+        transfer = tree_to_device(leaves, spec, target, None if out is None else outs, dtype)
+        if transfer is not None:
+            return transfer
     planned = plan_to_device(leaves, outs, target, dtype, stream, chunk)
     return _started(planned, spec, True, None, protect, False)
 

@@ -252,7 +252,7 @@ class Moving:
             leaves = [leaf.described() for leaf in group.leaves]
             offsets = [near.data_ptr() - first for near, _far in sides]
             plans.append(new_plan(leaves, group.gathers, self.change, offsets, last - first))
-            moves.append((first, [far.data_ptr() for _near, far in sides]))
+            moves.append((first, _native.Addresses([far.data_ptr() for _near, far in sides])))
         addresses, self.counts = counts_for(plans, place, pool)
         every = [leaf for group in self.groups for leaf in group.leaves]
         keep = [leaf.dst for leaf in every], self.counts

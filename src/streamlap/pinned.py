@@ -247,6 +247,31 @@ def view_of(
     return flat if len(shape) == 1 else flat.view(shape)  # a view costs as much as the block
 
 
+def views_of(
+    block: _native.Block,
+    shapes: Sequence[Sequence[int]],
+    strides: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    offsets: Sequence[int],
+) -> list[torch.Tensor]:
+    """Return tensors carved out of one block, each from its offset (bytes) on.
+
+    Offsets are multiples of the elements' sizes.
+    """
+    flats = {
+        dtype: torch.frombuffer(block, dtype=dtype, count=block.nbytes // dtype.itemsize)
+        for dtype in set(dtypes)
+    }
+    if len(flats) == 1:  # no line of Python a leaf
+        ((dtype, flat),) = flats.items()
+        size = dtype.itemsize
+        return list(map(flat.as_strided, shapes, strides, [offset // size for offset in offsets]))
+    return [
+        flats[dtype].as_strided(shape, stride, offset // dtype.itemsize)
+        for shape, stride, dtype, offset in zip(shapes, strides, dtypes, offsets, strict=True)
+    ]
+
+
 _warned = False
 
 

@@ -15,7 +15,7 @@ import torch
 
 from streamlap import _native, foreign, observe, watch
 from streamlap.arrays import Source, Sources, Tree, TreeSpec, unflatten
-from streamlap.batch import Copied, Counts, Part
+from streamlap.batch import Copied, CopiedRow, Counts, Part
 from streamlap.checks import as_callable, as_seconds
 from streamlap.devices import (
     Place,
@@ -41,7 +41,7 @@ class Transfer:
 
     def __init__(
         self,
-        leaves: list[Copied | Any],
+        leaves: Sequence[Copied | Any],
         spec: TreeSpec | None,
         parts: list[Part],
         borrowed: Sequence[Source | Sources],
@@ -441,7 +441,11 @@ class Transfer:
         return writer
 
     def _value(self) -> Tree:
-        values = [leaf.value() if isinstance(leaf, Copied) else leaf for leaf in self._leaves]
+        leaves = self._leaves
+        if isinstance(leaves, CopiedRow):
+            values: list[Any] = list(leaves.tensors)
+        else:
+            values = [leaf.value() if isinstance(leaf, Copied) else leaf for leaf in leaves]
         return values[0] if self._spec is None else unflatten(values, self._spec)
 
     def _children(self) -> Any:

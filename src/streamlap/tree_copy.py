@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import numbers
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +16,7 @@ from streamlap.arrays import (
     Source,
     Sources,
     Tree,
-    TreeSpec,
-    are_plain,
+    addresses_in,
     as_destination,
     as_source,
     borrowed_of,
@@ -27,26 +24,19 @@ from streamlap.arrays import (
     flatten,
     is_dense,
     is_plain,
+    row_like,
     version_of,
 )
-from streamlap.batch import Copied, Counts, Part, on_stream
+from streamlap.batch import Copied, CopiedRow, Counts, Part, on_stream
 from streamlap.checks import as_count, as_dtype, as_flag
 from streamlap.devices import Place, StreamLike, place_of, require_no_capture, streams_in_use
 from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 from streamlap.moving import Change, check_counted, counts_for, new_plan
-from streamlap.pinned import PinnedPool, as_pool, pool_for
+from streamlap.pinned import PinnedPool, as_pool, pool_for, views_of
 from streamlap.plan_host import producer_of
-from streamlap.policy import policy
 from streamlap.transfer import Transfer
 from streamlap.uncompiled import uncompiled
 
-_TENSOR = frozenset((torch.Tensor,))
-_USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
-
-_facts = operator.attrgetter("shape", "dtype", "device")
-_kind = operator.attrgetter("device", "layout", "is_nested", "is_quantized")
-_requires_grad = operator.attrgetter("requires_grad")
-_nbytes = operator.attrgetter("nbytes")
 _data_ptr = torch.Tensor.data_ptr
 
 
@@ -88,15 +78,19 @@ class _Block:
         self.plan = new_plan(described, True, change)
         for leaf, offset in zip(leaves, self.plan.offsets, strict=True):
             leaf.offset = offset
-        # The same, a list each, to be held against those of a call.
+        # The same, a list each.
         self.indices = [leaf.index for leaf in leaves]
         self.offsets = [leaf.offset for leaf in leaves]
+        self.shapes = [leaf.shape for leaf in leaves]
         self.strides = [leaf.stride for leaf in leaves]
-        self.facts = [(leaf.shape, leaf.dtype, device) for leaf in leaves]
-        host = torch.device("cpu")
-        self.result_facts = [(leaf.shape, leaf.wanted, host) for leaf in leaves]
-        self.as_numpy = [leaf.as_numpy for leaf in leaves]
+        self.dtypes = [leaf.wanted for leaf in leaves]
+        self.as_numpy = any(leaf.as_numpy for leaf in leaves)
         self.has_empty = not all(leaf.shape.numel() for leaf in leaves)
+        # What those of a call are held against, and earlier results.
+        self.source_dtypes = [leaf.dtype for leaf in leaves]
+        index = place.index if place.is_cuda else -1
+        self.row = row_like(self.shapes, self.strides, self.source_dtypes, index)
+        self.result_row = row_like(self.shapes, self.strides, self.dtypes, -1)
         self.result_bytes = sum(leaf.shape.numel() * leaf.wanted.itemsize for leaf in leaves)
         self.nbytes = self.plan.range_bytes
 
@@ -108,10 +102,7 @@ class _Block:
 
     def results(self, block: _native.Block) -> list[torch.Tensor]:
         """Return the views of a block, a leaf each."""
-        views = _Views(block)
-        return [
-            views.take(leaf.shape, leaf.stride, leaf.wanted, leaf.offset) for leaf in self.leaves
-        ]
+        return views_of(block, self.shapes, self.strides, self.dtypes, self.offsets)
 
 
 class TreeCopy:
@@ -231,13 +222,13 @@ class TreeCopy:
         parts: list[Part] = []
         borrowed: list[Source | Sources] = []
         counts: list[Counts] = []
-        results = list(leaves)
+        results: Sequence[Any] = leaves
         for call in checked:
             pool = self._pool or pool_for(call.block.place)
             parts.append(call.start(pool, scale))
             borrowed += call.borrowed
             counts += call.counts
-            call.deliver(results, parts[-1])
+            results = call.deliver(results, parts[-1])
         transfer = Transfer(
             *(results, self._spec, parts, borrowed, False, counts if self._counts else None),
             nbytes=sum(block.result_bytes for block in self._blocks),
@@ -274,7 +265,10 @@ class _Call:
         loose: list[int] = []
         own: set[int | None] = set()
         mine = block.own(leaves)
-        if _are_as(mine, block.facts, block.strides):
+        self.addresses = (
+            None if block.row is None else addresses_in(block.row, mine, block.source_dtypes)
+        )
+        if self.addresses is not None:
             self.tensors = list(mine)
             self.borrowed += borrowed_of(self.tensors)  # site: tree_copy.borrow_as_planned
             own, mine = {None}, []
@@ -329,13 +323,16 @@ class _Call:
             pairs = zip(block.leaves, self.outs, strict=True)
             base = next((out.data_ptr() - leaf.offset for leaf, out in pairs if out.numel()), 0)
         self.memory = memory
+        addresses = self.addresses
+        if addresses is None:
+            addresses = _native.Addresses(list(map(_data_ptr, self.tensors)))
         (counts,), self.counts = counts_for([block.plan], place, pool)
         submit = functools.partial(
             _native.submit_moves,
             place.engine,
             device=place.index,
             to_device=False,
-            moves=[(block.plan, list(map(_data_ptr, self.tensors)), base, counts)],
+            moves=[(block.plan, addresses, base, counts)],
             after=self.after,  # site: tree_copy.after
             scale=scale,
             keep_source=(self.tensors, self.kept),  # site: tree_copy.keep_source
@@ -344,96 +341,19 @@ class _Call:
         native = observe.submitted(submit, observe.Copy(place, False, "gather", block.nbytes))
         return Part(native, place, "gather", block.indices, place.is_cuda, place, self.of_cupy)
 
-    def deliver(self, results: list[Any], part: Part) -> None:
-        """Put the destinations in place, while the bytes are on their way."""
+    def deliver(self, results: Sequence[Any], part: Part) -> Sequence[Any]:
+        """Return the results with the destinations in place, while the bytes are on their way."""
         block = self.block
         views = self.outs if self.outs is not None else block.results(self.memory)
-        given = itertools.repeat(None) if self.given is None else self.given
-        waits: Iterable[Part | None] = itertools.repeat(part)
-        if block.has_empty:
-            waits = [part if view.numel() else None for view in views]
-        made = list(map(Copied, views, block.as_numpy, given, waits, itertools.count()))
-        if len(made) == len(results):
-            results[:] = made
-        else:
-            for index, one in zip(block.indices, made, strict=True):
-                results[index] = one
-
-
-def usual_tree(leaves: list[Any], spec: TreeSpec) -> Transfer | None:
-    """Return the transfer of a tree of many small tensors of torch's on one device.
-
-    What the general way does for it, at a fraction of the cost a leaf. None sends a tree there.
-    """
-    if not _USUAL.issuperset(map(type, leaves)):
-        return None
-    try:
-        sources = list(leaves)
-        if any(map(_requires_grad, leaves)):
-            sources = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-        if set(map(_kind, sources)) != {(leaves[0].device, torch.strided, False, False)}:
-            return None
-        if not are_plain(sources, _USUAL) or not all(map(torch.Tensor.is_contiguous, sources)):
-            return None
-        sizes = list(map(_nbytes, sources))
-        pointers = list(map(_data_ptr, sources))
-    except RuntimeError:  # of layouts without addresses
-        return None
-    device = leaves[0].device
-    now = policy()
-    nbytes = sum(sizes)
-    if device.type not in ("cpu", "cuda"):
-        return None
-    if (
-        max(sizes) > now.small_leaf_bytes
-        or not now.moves_together(len(leaves), nbytes)
-        or not nbytes
-    ):
-        return None
-    place = place_of(device)
-    producer = producer_of(None, place, "to_cpu()")
-    blocks = now.blocks_of_move(True, False, False)
-    plan = _native.TreePlan.of_bytes(sizes, blocks, now.move_threads)
-    block = pool_for(place)._allocate(plan.range_bytes)
-    submit = functools.partial(
-        _native.submit_moves,
-        place.engine,
-        device=place.index,
-        to_device=False,
-        moves=[(plan, pointers, block.address, 0)],
-        after=[] if producer is None else [producer],  # site: tree_copy.usual_after
-        keep_source=sources,  # site: tree_copy.usual_keep_source
-        keep_destination=block,  # site: tree_copy.usual_keep_destination
-    )
-    native = observe.submitted(submit, observe.Copy(place, False, "gather", nbytes))
-    part = Part(native, place, "gather", list(range(len(leaves))), place.is_cuda, place)
-    views = _Views(block)
-    results: list[Any] = []
-    for position, (leaf, size, offset) in enumerate(zip(leaves, sizes, plan.offsets, strict=True)):
-        view = views.take(leaf.shape, leaf.stride(), leaf.dtype, offset)
-        results.append(Copied(view, False, None, part if size else None, position))
-    borrowed = borrowed_of(sources)  # site: tree_copy.usual_borrow
-    return Transfer(results, spec, [part], borrowed, False, nbytes=nbytes)
-
-
-class _Views:
-    """Tensors carved out of a block."""
-
-    def __init__(self, block: _native.Block) -> None:
-        self._block = block
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
-
-    def take(
-        self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, offset: int
-    ) -> torch.Tensor:
-        """Return the tensor that begins at ``offset`` (bytes)."""
-        if not shape.numel():
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        flat = self._typed.get(dtype)
-        if flat is None:
-            count = self._block.nbytes // dtype.itemsize
-            flat = self._typed[dtype] = torch.frombuffer(self._block, dtype=dtype, count=count)
-        return flat.as_strided(shape, stride, offset // dtype.itemsize)
+        is_row = len(views) == len(results) and not block.as_numpy
+        if is_row and (self.given is None or self.given is views):
+            return CopiedRow(views, part, self.given is not None)
+        delivered = list(results)
+        for position, (leaf, view) in enumerate(zip(block.leaves, views, strict=True)):
+            given = None if self.given is None else self.given[position]
+            waits = part if view.numel() else None
+            delivered[leaf.index] = Copied(view, leaf.as_numpy, given, waits, position)
+        return delivered
 
 
 def _as_scale(scale: object) -> float | None:
@@ -448,26 +368,6 @@ def _as_scale(scale: object) -> float | None:
     if not abs(number) <= torch.finfo(torch.float32).max:
         raise InvalidArgument(f"scale must be a finite float32, not {scale}")
     return number
-
-
-def _are_as(
-    leaves: list[Any],
-    facts: list[tuple[torch.Size, torch.dtype, torch.device]],
-    strides: list[tuple[int, ...]],
-) -> bool:
-    """Return whether all are usual tensors of exactly these kinds.
-
-    Each question goes to all of them in one call: a loop over the leaves would cost more than the
-    copies. False sends them to be looked at one by one, which knows more and says what is wrong.
-    """
-    try:
-        return (
-            are_plain(leaves, _TENSOR)
-            and list(map(_facts, leaves)) == facts
-            and list(map(torch.Tensor.stride, leaves)) == strides
-        )
-    except RuntimeError:
-        return False
 
 
 def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
@@ -506,11 +406,11 @@ def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
     """Return the earlier results of the plan that ``outs`` must be."""
     found = []
     base: int | None = None
-    if not block.has_empty and _are_as(outs, block.result_facts, block.strides):
-        filled = outs[0]
-        base = filled.data_ptr() - block.offsets[0]
-        if list(map(_data_ptr, outs)) == [base + offset for offset in block.offsets]:
-            found = list(outs)
+    if block.result_row is not None and not block.has_empty:
+        addresses = addresses_in(block.result_row, outs, block.dtypes)
+        base = None if addresses is None else addresses.base(block.plan)
+        if base is not None:
+            found, filled = outs, outs[0]
     for leaf, out in zip(block.leaves, outs if not found else (), strict=not found):
         if type(out) is not torch.Tensor or out.requires_grad:
             out = as_destination(out, f"out[{leaf.index}]")

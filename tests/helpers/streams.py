@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import time
 
 import numpy as np
@@ -27,6 +28,19 @@ def eventually(condition, seconds: float = PATIENCE) -> bool:
             return False
         if not help_simulations():
             time.sleep(0.001)
+    return True
+
+
+def let_go(condition) -> bool:
+    """The same for what the last reference to something decides.
+
+    Garbage is collected again and again: a thread may be about to let go of one end of a circle.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not eventually(condition, 0.05):
+        if time.monotonic() > deadline:
+            return False
+        gc.collect()
     return True
 
 

@@ -1,0 +1,215 @@
+#include "bindings/tensor_row.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "base/errors.h"
+#include "transfer/tree_plan.h"
+
+namespace streamlap::bindings {
+namespace {
+
+struct Known {
+  const dlpack::ExchangeApi* api = nullptr;
+  PyTypeObject* tensor = nullptr;  // kept for good, as the table is
+};
+
+Known& known() {
+  static Known instance;
+  return instance;
+}
+
+// What a tensor says; false where it is not of torch's own type, or cannot say it.
+bool asked(PyObject* object, dlpack::Tensor& tensor) {
+  const Known& ask = known();
+  if (ask.api == nullptr || Py_TYPE(object) != ask.tensor) return false;
+  tensor = {};
+  if (ask.api->tensor_from_object(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return tensor.dtype.lanes == 1 && tensor.dtype.bits % 8 == 0;
+}
+
+bool is_contiguous(const dlpack::Tensor& tensor) {
+  std::int64_t step = 1;
+  for (std::int32_t dim = tensor.ndim; dim-- > 0;) {
+    if (tensor.shape[dim] != 1 && tensor.strides[dim] != step) return false;
+    step *= tensor.shape[dim];
+  }
+  return true;
+}
+
+std::uintptr_t address_of(const dlpack::Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
+}
+
+}  // namespace
+
+void use_tensors_of(const py::capsule& table, const py::type& tensor) {
+  const auto* api = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(table.ptr(), dlpack::capsule_name));
+  if (api == nullptr) throw py::error_already_set();
+  while (api != nullptr && api->major != dlpack::major_known) api = api->older;
+  if (api == nullptr || api->tensor_from_object == nullptr) return;  // then each is asked by itself
+  known() = {api, reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr())};
+}
+
+void TensorRow::add(const dlpack::Tensor& tensor) {
+  Kind kind{tensor.dtype, tensor.ndim, dims_.size(), 1, 0};
+  bool empty = false;
+  for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
+    if (tensor.shape[dim] == 0) empty = true;
+    if (tensor.shape[dim] < 0 || (tensor.shape[dim] != 0 &&
+                                  kind.count > std::numeric_limits<std::size_t>::max() / 16 /
+                                                   static_cast<std::size_t>(tensor.shape[dim]))) {
+      throw Error(ErrorKind::invalid_argument, "a tensor of more bytes than there are");
+    }
+    if (tensor.shape[dim] != 0) kind.count *= static_cast<std::size_t>(tensor.shape[dim]);
+  }
+  if (empty) kind.count = 0;
+  kind.bytes = kind.count * (tensor.dtype.bits / 8);
+  dims_.insert(dims_.end(), tensor.shape, tensor.shape + tensor.ndim);
+  dims_.insert(dims_.end(), tensor.strides, tensor.strides + tensor.ndim);
+  contiguous_ = contiguous_ && (empty || is_contiguous(tensor));
+  has_complex_ = has_complex_ || tensor.dtype.code == dlpack::code_complex;
+  const bool is_integer =
+      tensor.dtype.code == dlpack::code_int || tensor.dtype.code == dlpack::code_uint;
+  ambiguous_ = ambiguous_ || (is_integer && tensor.dtype.bits == 8);
+  has_empty_ = has_empty_ || empty;
+  nbytes_ += kind.bytes;
+  largest_ = std::max(largest_, kind.bytes);
+  kinds_.push_back(kind);
+}
+
+std::shared_ptr<TensorRow> TensorRow::of(const py::list& tensors) {
+  auto row = std::make_shared<TensorRow>();
+  row->kinds_.reserve(tensors.size());
+  row->addresses_->reserve(tensors.size());
+  for (const py::handle& object : tensors) {
+    dlpack::Tensor tensor;
+    if (!asked(object.ptr(), tensor)) return nullptr;
+    if (row->kinds_.empty()) row->device_ = tensor.device;
+    if (!(tensor.device == row->device_)) return nullptr;
+    row->add(tensor);
+    row->addresses_->push_back(address_of(tensor));
+  }
+  const bool usual = row->device_.type == dlpack::cpu || row->device_.type == dlpack::cuda;
+  return usual ? row : nullptr;
+}
+
+std::shared_ptr<TensorRow> TensorRow::described(
+    const std::vector<std::vector<std::int64_t>>& shapes,
+    const std::vector<std::vector<std::int64_t>>& strides, const py::list& examples, int device) {
+  if (shapes.size() != strides.size() || shapes.size() != examples.size()) {
+    throw Error(ErrorKind::invalid_argument, "a row has shapes, strides and dtypes, one a tensor");
+  }
+  auto row = std::make_shared<TensorRow>();
+  row->device_ = device < 0 ? dlpack::Device{dlpack::cpu, 0} : dlpack::Device{dlpack::cuda, device};
+  for (std::size_t leaf = 0; leaf < shapes.size(); ++leaf) {
+    dlpack::Tensor tensor;
+    if (!asked(examples[leaf].ptr(), tensor)) return nullptr;
+    if (shapes[leaf].size() != strides[leaf].size()) {
+      throw Error(ErrorKind::invalid_argument, "a tensor has a stride for each size");
+    }
+    tensor.ndim = static_cast<std::int32_t>(shapes[leaf].size());
+    tensor.shape = const_cast<std::int64_t*>(shapes[leaf].data());
+    tensor.strides = const_cast<std::int64_t*>(strides[leaf].data());
+    row->add(tensor);
+  }
+  return row;
+}
+
+std::shared_ptr<Addresses> TensorRow::addresses_of(const py::list& tensors) const {
+  if (tensors.size() != kinds_.size()) return nullptr;
+  auto addresses = std::make_shared<Addresses>();
+  addresses->reserve(kinds_.size());
+  for (std::size_t leaf = 0; leaf < kinds_.size(); ++leaf) {
+    const Kind& kind = kinds_[leaf];
+    dlpack::Tensor tensor;
+    if (!asked(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(leaf)), tensor)) {
+      return nullptr;
+    }
+    const std::int64_t* dims = dims_.data() + kind.first;
+    if (!(tensor.dtype == kind.dtype) || !(tensor.device == device_) || tensor.ndim != kind.ndim ||
+        !std::equal(dims, dims + kind.ndim, tensor.shape) ||
+        !std::equal(dims + kind.ndim, dims + 2 * kind.ndim, tensor.strides)) {
+      return nullptr;
+    }
+    addresses->push_back(address_of(tensor));
+  }
+  return addresses;
+}
+
+std::shared_ptr<TensorRow> TensorRow::placed(std::uintptr_t base,
+                                             const std::vector<std::size_t>& offsets) const {
+  auto row = std::make_shared<TensorRow>(*this);
+  row->addresses_ = std::make_shared<Addresses>();
+  for (std::size_t offset : offsets) row->addresses_->push_back(base + offset);
+  return row;
+}
+
+bool TensorRow::lies_as(const TensorRow& other) const {
+  if (size() != other.size() || dims_ != other.dims_) return false;
+  return std::equal(kinds_.begin(), kinds_.end(), other.kinds_.begin(),
+                    [](const Kind& a, const Kind& b) { return a.ndim == b.ndim; });
+}
+
+bool TensorRow::has_dtypes_of(const TensorRow& other) const {
+  return std::equal(kinds_.begin(), kinds_.end(), other.kinds_.begin(), other.kinds_.end(),
+                    [](const Kind& a, const Kind& b) { return a.dtype == b.dtype; });
+}
+
+std::pair<std::uintptr_t, std::size_t> TensorRow::around() const {
+  std::uintptr_t begin = std::numeric_limits<std::uintptr_t>::max();
+  std::uintptr_t end = 0;
+  for (std::size_t leaf = 0; leaf < size(); ++leaf) {
+    if (bytes(leaf) == 0) continue;
+    begin = std::min(begin, addresses_->at(leaf));
+    end = std::max(end, addresses_->at(leaf) + bytes(leaf));
+  }
+  return {std::min(begin, end), end - std::min(begin, end)};
+}
+
+std::optional<std::uintptr_t> base_of(const Addresses& addresses,
+                                      const std::vector<std::size_t>& offsets) {
+  if (addresses.empty() || addresses.size() != offsets.size()) return std::nullopt;
+  const std::uintptr_t base = addresses[0] - offsets[0];
+  for (std::size_t leaf = 0; leaf < addresses.size(); ++leaf) {
+    if (addresses[leaf] != base + offsets[leaf]) return std::nullopt;
+  }
+  return base;
+}
+
+void bind_tensor_row(py::module_& module) {
+  py::class_<Addresses, std::shared_ptr<Addresses>>(module, "Addresses")
+      .def(py::init<const std::vector<std::uintptr_t>&>())
+      .def("base", [](const Addresses& addresses, const TreePlan& plan) {
+        return base_of(addresses, plan.offsets());
+      });
+  py::class_<TensorRow, std::shared_ptr<TensorRow>>(module, "TensorRow")
+      .def_static("of", &TensorRow::of)
+      .def_static("described", &TensorRow::described)
+      .def("addresses_of", &TensorRow::addresses_of)
+      .def("placed",
+           [](const TensorRow& row, std::uintptr_t base, const TreePlan& plan) {
+             return row.placed(base, plan.offsets());
+           })
+      .def("lies_as", &TensorRow::lies_as)
+      .def("has_dtypes_of", &TensorRow::has_dtypes_of)
+      .def("around", &TensorRow::around)
+      .def_property_readonly("addresses", &TensorRow::addresses)
+      .def_property_readonly("device", &TensorRow::device)
+      .def_property_readonly("contiguous", &TensorRow::contiguous)
+      .def_property_readonly("has_complex", &TensorRow::has_complex)
+      .def_property_readonly("ambiguous", &TensorRow::ambiguous)
+      .def_property_readonly("has_empty", &TensorRow::has_empty)
+      .def_property_readonly("nbytes", &TensorRow::nbytes)
+      .def_property_readonly("largest", &TensorRow::largest);
+  module.def("use_tensors_of", &use_tensors_of);
+}
+
+}  // namespace streamlap::bindings

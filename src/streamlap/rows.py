@@ -1,0 +1,235 @@
+"""Trees of many small tensors: looked at in one call, moved by one kernel.
+
+The general way looks at each leaf by itself, which takes ten times as long as the leaf's bytes need
+on the wire. Whatever is not as expected here goes there, to be done or to be refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from streamlap import _native, observe
+from streamlap.arrays import Source, Sources, TreeSpec, borrowed_of, row_like, row_of
+from streamlap.batch import CopiedRow, Part
+from streamlap.devices import (
+    as_stream,
+    place_of,
+    require_no_capture,
+    streams_in_use,
+)
+from streamlap.errors import InvalidArgument
+from streamlap.moving import ELEMENTS
+from streamlap.pinned import pool_for, views_of
+from streamlap.plan_host import producer_of
+from streamlap.policy import policy
+from streamlap.transfer import Transfer
+
+_USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+
+_GRAD = operator.attrgetter("requires_grad")
+_SHAPE = operator.attrgetter("shape")
+_DTYPE = operator.attrgetter("dtype")
+
+PACKED_SHARE = 4
+"""Ordinary leaves are packed into page-locked memory at once up to this part of a pool's limit."""
+
+
+def tree_to_cpu(
+    leaves: list[Any], spec: TreeSpec, outs: list[Any] | None, dtype: torch.dtype | None
+) -> Transfer | None:
+    """Return the transfer of a tree to the host, with ``outs`` to results of an earlier one."""
+    sources, row = _small(leaves)
+    if row is None:
+        return None
+    place = place_of(sources[0].device)
+    if not _can_cast(sources, dtype):
+        return None
+    producer = producer_of(None, place, "to_cpu()")
+    after = [] if producer is None else [producer]
+    wanted = None
+    if outs is not None:
+        wanted = _fitting(outs, sources, row, dtype, -1)
+        if wanted is None or not _native.pinned_holds(*wanted.around(), place.runtime):
+            return None  # no results of an earlier call
+        if place.is_cuda:
+            for index, handle in streams_in_use():  # whoever reads the destinations so far
+                reader = place.runtime.adopt(index, handle)
+                require_no_capture(reader, "to_cpu(out=...)")
+                after.append(reader)
+    elif dtype is not None:
+        shapes, strides = list(map(_SHAPE, sources)), list(map(torch.Tensor.stride, sources))
+        wanted = row_like(shapes, strides, [dtype] * len(sources), -1)
+    plan = _plan_between(row, wanted, True)
+    if plan is None:
+        return None
+    memory: Any
+    if outs is None:
+        memory = pool_for(place)._allocate(plan.range_bytes)
+        base = memory.address
+    else:
+        assert wanted is not None
+        memory = outs
+        base = wanted.around()[0]
+    submit = functools.partial(
+        _native.submit_moves,
+        place.engine,
+        device=place.index,
+        to_device=False,
+        moves=[(plan, row.addresses, base, 0)],
+        after=after,  # site: rows.after
+        keep_source=sources,  # site: rows.keep_source
+        keep_destination=memory,  # site: rows.keep_destination
+    )
+    try:
+        native = observe.submitted(submit, observe.Copy(place, False, "gather", row.nbytes))
+    except InvalidArgument:  # destinations that overlap something
+        return None
+    part = Part(native, place, "gather", range(len(leaves)), place.is_cuda, place)
+    borrowed = borrowed_of(sources)  # site: rows.borrow
+    results = outs
+    if results is None:  # made while the bytes are on their way
+        dtypes = [dtype] * len(sources) if dtype is not None else list(map(_DTYPE, sources))
+        strides = list(map(torch.Tensor.stride, sources))
+        results = views_of(memory, list(map(_SHAPE, sources)), strides, dtypes, plan.offsets)
+    copied = CopiedRow(results, part, outs is not None)
+    return Transfer(copied, spec, [part], borrowed, False, nbytes=(wanted or row).nbytes)
+
+
+def tree_to_device(
+    leaves: list[Any],
+    spec: TreeSpec,
+    device: torch.device,
+    outs: list[Any] | None,
+    dtype: torch.dtype | None,
+) -> Transfer | None:
+    """Return the transfer of a tree of host tensors to a GPU.
+
+    Leaves in ordinary memory are packed into page-locked memory by the calling thread: through the
+    ring of slots each would cost as much as a megabyte.
+    """
+    place = place_of(device)
+    if not place.is_cuda:
+        return None
+    sources, row = _small(leaves)
+    if row is None or row.device >= 0:
+        return None
+    consumer = as_stream(None, place)
+    require_no_capture(consumer, "to_device()")
+    pool = pool_for(place)
+    whole = row.around()
+    is_packed = not _native.pinned_holds(*whole, place.runtime)
+    if is_packed and (
+        sources[0].is_pinned()  # each by itself: the copy engine reads them where they are
+        or row.nbytes > pool.limit // PACKED_SHARE
+        or not pool._has_room(row.nbytes, 1)
+    ):
+        return None
+    if not _can_cast(sources, dtype):
+        return None
+    if outs is not None and _fitting(outs, sources, row, dtype, place.index) is None:
+        return None
+    memory: Any = sources
+    near = row
+    if is_packed:
+        packing = _plan_between(row, None, True)
+        assert packing is not None
+        memory = pool._allocate(packing.range_bytes)
+        _native.gather_now(packing, row.addresses, memory.address)
+        near = row.placed(memory.address, packing)
+    results = outs
+    if results is None:
+        target = torch.device("cuda", place.index)
+        results = [
+            torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=target) for leaf in sources
+        ]
+        place.took_memory()
+    far = _native.TensorRow.of(results)
+    plan = None if far is None else _plan_between(far, near, False)
+    if far is None or plan is None:
+        return None
+    submit = functools.partial(
+        _native.submit_moves,
+        place.engine,
+        device=place.index,
+        to_device=True,
+        moves=[(plan, far.addresses, near.around()[0], 0)],
+        after=[] if consumer is None else [consumer],  # site: rows.after_consumer
+        keep_source=memory,  # site: rows.keep_device_source
+        keep_destination=results,  # site: rows.keep_device_destination
+    )
+    try:
+        native = observe.submitted(submit, observe.Copy(place, True, "scatter", far.nbytes))
+    except InvalidArgument:
+        return None
+    part = Part(native, place, "scatter", range(len(leaves)), False, place)
+    borrowed: list[Source | Sources] = []
+    if not is_packed:
+        borrowed = borrowed_of(sources)  # site: rows.borrow_pinned
+    copied = CopiedRow(results, part, outs is not None)
+    return Transfer(copied, spec, [part], borrowed, True, nbytes=far.nbytes)
+
+
+def _small(leaves: list[Any]) -> tuple[list[torch.Tensor], _native.TensorRow | None]:
+    """Return the leaves without history, and what they are: None where the general way is right."""
+    sources: list[torch.Tensor] = leaves
+    kinds = set(map(type, leaves))
+    if not _USUAL.issuperset(kinds):
+        return [], None
+    try:
+        if len(kinds) > 1 or torch.nn.Parameter in kinds or any(map(_GRAD, leaves)):
+            sources = [leaf.detach() for leaf in leaves]
+    except RuntimeError:  # of what torch itself cannot say much about
+        return [], None
+    row = row_of(sources)
+    if row is None or not row.contiguous or not row.nbytes:
+        return [], None
+    now = policy()
+    small = row.largest <= now.small_leaf_bytes and now.moves_together(len(leaves), row.nbytes)
+    return (sources, row) if small else ([], None)
+
+
+def _can_cast(sources: list[torch.Tensor], dtype: torch.dtype | None) -> bool:
+    """Return whether a move makes this dtype of them all."""
+    if dtype is None:
+        return True
+    dtypes = {dtype, *map(_DTYPE, sources)}
+    return len(dtypes) == 1 or dtypes <= ELEMENTS.keys()
+
+
+def _fitting(
+    outs: list[Any],
+    sources: list[torch.Tensor],
+    row: _native.TensorRow,
+    dtype: torch.dtype | None,
+    device: int,
+) -> _native.TensorRow | None:
+    """Return what destinations are, if they are of the sources' layouts and lie on that device."""
+    if not {torch.Tensor}.issuperset(map(type, outs)):
+        return None
+    found = row_of(outs)
+    if found is None or found.device != device or not row.lies_as(found):
+        return None
+    if dtype is not None:
+        fits = {dtype} == set(map(_DTYPE, outs))
+    elif row.ambiguous:
+        fits = list(map(_DTYPE, outs)) == list(map(_DTYPE, sources))
+    else:
+        fits = row.has_dtypes_of(found)
+    return found if fits else None
+
+
+def _plan_between(
+    far: _native.TensorRow, near: _native.TensorRow | None, gathers: bool
+) -> _native.TreePlan | None:
+    now = policy()
+    blocks, changing = now.blocks_of_move(gathers, False, False), now.cast_blocks
+    if not gathers:
+        changing = blocks
+    try:
+        return _native.TreePlan.of_rows(far, near, gathers, blocks, changing, now.move_threads)
+    except InvalidArgument:  # destinations that overlap
+        return None

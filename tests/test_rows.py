@@ -1,0 +1,397 @@
+"""Trees of many small tensors, looked at in one call: what they take, and what they leave alone."""
+
+import contextlib
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from helpers.data import poison, random_bits, random_numbers, same_bits, same_tree
+from helpers.floats import bits_of, expected_bits
+from helpers.streams import MOMENT, CopySide, eventually, is_held
+
+import streamlap
+from streamlap import _native, rows, to_cpu, to_device
+from streamlap.arrays import row_of
+from streamlap.devices import current_stream, place_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Count the calls that the short way takes."""
+    taken = []
+
+    def watched(name):
+        real = getattr(rows, name)
+
+        def call(*args):
+            transfer = real(*args)
+            taken.append(transfer is not None)
+            return transfer
+
+        monkeypatch.setattr(streamlap.copies, name, call)
+
+    watched("tree_to_cpu")
+    watched("tree_to_device")
+    return taken
+
+
+def mixed(where="cpu"):
+    """Leaves of all kinds of sizes, dtypes and alignments, empty ones and single numbers."""
+    base = random_bits(5000, torch.uint8, where)
+    return [
+        *(
+            random_bits(size, dtype, where)
+            for size in (1, 3, 64, 1000)
+            for dtype in (torch.float32,)
+        ),
+        *(random_bits((2, 3, 5), dtype, where) for dtype in (torch.float64, torch.bool)),
+        *(random_bits((), dtype, where) for dtype in (torch.bfloat16, torch.int8, torch.complex64)),
+        *(base[first : first + 7 * first] for first in range(9)),
+        torch.empty(0, 3, device=where),
+        torch.empty(4, 0, dtype=torch.float64, device=where),
+    ]
+
+
+# -- what a row knows
+
+
+def test_a_row_says_what_the_tensors_say():
+    tensors = mixed()
+    row = _native.TensorRow.of(tensors)
+    assert row.device == -1
+    assert row.contiguous
+    assert row.has_complex
+    assert row.has_empty
+    assert row.nbytes == sum(tensor.nbytes for tensor in tensors)
+    assert row.largest == max(tensor.nbytes for tensor in tensors)
+    begins = [tensor.data_ptr() for tensor in tensors if tensor.nbytes]
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors if tensor.nbytes]
+    assert row.around() == (min(begins), max(ends) - min(begins))
+    assert row.addresses_of(tensors) is not None
+    for position, other in (
+        (2, torch.empty(65)),
+        (2, torch.empty(64, dtype=torch.int32)),
+        (2, torch.empty(64, 1)),
+        (2, torch.empty(128)[::2]),
+        (2, np.zeros(64, np.float32)),
+        (2, None),
+    ):
+        assert row.addresses_of([*tensors[:position], other, *tensors[position + 1 :]]) is None
+    assert row.addresses_of(tensors[:-1]) is None
+    assert row.lies_as(_native.TensorRow.of([torch.empty_like(tensor) for tensor in tensors]))
+    assert not row.lies_as(_native.TensorRow.of(tensors[::-1]))
+
+
+def mkldnn():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN here")
+    return torch.ones(4, 4).to_mkldnn()
+
+
+def batched():
+    found = []
+    torch.func.vmap(lambda x: found.append(x) or x)(torch.ones(4, 4))
+    return found[0]
+
+
+def fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(4, 4)
+
+
+ODD = {
+    "parameter": lambda: torch.nn.Parameter(torch.ones(4)),
+    "with history": lambda: torch.ones(4, requires_grad=True) * 2,
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "compressed": lambda: torch.eye(4).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "meta": lambda: torch.empty(4, device="meta"),
+    "fake": fake,
+    "batched": batched,
+    "mkldnn": mkldnn,
+    "negative": lambda: torch.ones(4, dtype=torch.complex64).conj().imag,
+    "conjugate": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "bits": lambda: torch.empty(8, dtype=torch.bits8),
+    "array": lambda: np.ones(4, np.float32),
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_odd_is_no_row(kind):
+    assert row_of([torch.ones(4), ODD[kind]()]) is None
+
+
+@pytest.mark.parametrize("kind", ["parameter", "with history", "negative", "conjugate", "array"])
+def test_odd_leaves_among_many_are_copied(where, kind):
+    odd = ODD[kind]()
+    tree = [random_bits(9, where=where) for _ in range(20)]
+    tree.insert(7, odd.to(where) if isinstance(odd, torch.Tensor) else odd)
+    result = to_cpu(tree).result()
+    for leaf, got in zip(tree, result, strict=True):
+        if isinstance(leaf, np.ndarray):
+            assert np.array_equal(got, leaf)
+        else:
+            assert same_bits(got, leaf.detach().cpu().resolve_neg().resolve_conj())
+
+
+# -- to the host
+
+
+def test_many_leaves_of_all_kinds(where, quick):
+    tree = mixed(where)
+    transfer = to_cpu(tree)
+    assert quick == [True]
+    assert transfer.stats()["leaves"] == len(tree)
+    assert same_tree(transfer.result(), [leaf.cpu() for leaf in tree])
+    assert same_bits(transfer[4], tree[4].cpu())
+    assert [same_bits(a, b.cpu()) for a, b in zip(transfer[2:5], tree[2:5], strict=True)] == [
+        True
+    ] * 3
+    assert transfer.nbytes == sum(leaf.nbytes for leaf in tree)
+
+
+def test_earlier_results_are_filled_again(where, quick):
+    tree = mixed(where)
+    out = to_cpu(tree).result()
+    for leaf in out:
+        leaf.zero_()
+    newer = mixed(where)
+    transfer = to_cpu(newer, out=out)
+    assert quick == [True, True]
+    result = transfer.result()
+    assert all(a is b for a, b in zip(result, out, strict=True))
+    assert same_tree(result, [leaf.cpu() for leaf in newer])
+
+
+def test_earlier_results_in_another_order_and_a_part_of_them(where, quick):
+    out = to_cpu([random_bits(33, where=where) for _ in range(20)]).result()[::-1][:12]
+    tree = [random_bits(33, where=where) for _ in range(12)]
+    assert same_tree(to_cpu(tree, out=out).result(), [leaf.cpu() for leaf in tree])
+    assert quick == [True, True]
+
+
+def test_destinations_of_every_other_kind_are_filled(where, quick):
+    tree = [random_bits(33, where=where) for _ in range(12)]
+    for out in (
+        [torch.empty(33) for _ in tree],
+        [streamlap.empty_pinned(33) for _ in tree],
+        [np.empty(33, np.float32) for _ in tree],
+        list(torch.empty(12, 33).unbind(0)),
+        list(streamlap.empty_pinned((33, 12)).unbind(1)),
+    ):
+        to_cpu(tree, out=out).result()
+        assert same_tree([torch.as_tensor(leaf) for leaf in out], [leaf.cpu() for leaf in tree])
+    assert not any(quick)
+
+
+def test_destinations_that_do_not_fit_are_refused_and_untouched(where):
+    tree = [random_bits(33, where=where) for _ in range(12)]
+    good = to_cpu(tree).result()
+    for leaf in good:
+        leaf.zero_()
+    for bad in (
+        [*good[:5], good[4], *good[6:]],  # twice the same
+        [*good[:5], torch.empty(34), *good[6:]],
+        [*good[:5], torch.empty(33, dtype=torch.int32), *good[6:]],
+        [*good[:5], torch.empty(1).expand(33), *good[6:]],
+        [*good[:5], good[5].clone().requires_grad_(), *good[6:]],
+        good[:-1],
+        tuple(good),
+    ):
+        with pytest.raises(streamlap.InvalidArgument):
+            to_cpu(tree, out=bad)
+    assert not any(bool(leaf.any()) for leaf in good)
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])
+def test_leaves_are_cast_into_new_memory_and_into_the_same(where, quick, wanted):
+    tree = [
+        random_numbers((size, 3), dtype, where)
+        for size in (1, 5, 300)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
+    transfer = to_cpu(tree, dtype=wanted)
+    out = transfer.result()
+    assert transfer.nbytes == sum(leaf.nbytes for leaf in out)
+    for leaf, got in zip(tree, out, strict=True):
+        assert got.dtype is wanted
+        assert np.array_equal(bits_of(got), expected_bits(leaf.cpu(), wanted))
+    newer = [random_numbers(leaf.shape, leaf.dtype, where) for leaf in tree]
+    to_cpu(newer, out=out, dtype=wanted).result()
+    for leaf, got in zip(newer, out, strict=True):
+        assert np.array_equal(bits_of(got), expected_bits(leaf.cpu(), wanted))
+    assert quick == [True, True]
+    with pytest.raises(streamlap.InvalidArgument):
+        to_cpu(tree, out=out, dtype=torch.float64)
+
+
+def test_parameters_are_copied_without_their_history(where, quick):
+    tree = [torch.nn.Parameter(random_numbers(9, where=where)) for _ in range(10)]
+    tree += [torch.nn.Parameter(random_numbers(9, where=where), requires_grad=False)]
+    result = to_cpu(tree).result()
+    assert quick == [True]
+    assert not any(leaf.requires_grad for leaf in result)
+    assert same_tree(result, [leaf.detach().cpu() for leaf in tree])
+
+
+def test_a_tree_past_the_pool_s_limit_goes_the_general_way(where):
+    with streamlap.configure(small_leaf_bytes="1MiB"):
+        tree = [random_bits(4096, where=where) for _ in range(10)]
+        with pytest.raises(streamlap.PoolExhausted):
+            to_cpu(tree, pin=True, pool=streamlap.PinnedPool("64KiB"))
+        assert same_tree(to_cpu(tree).result(), [leaf.cpu() for leaf in tree])
+
+
+def test_single_tensors_of_results_may_be_kept_alone(where):
+    result = to_cpu([random_bits(64, where=where) for _ in range(20)])
+    one = result.result()[3]
+    expected = one.clone()
+    del result
+    gc.collect()
+    to_cpu([random_bits(64, where=where) for _ in range(20)]).result()
+    assert same_bits(one, expected)
+
+
+def test_dtypes_that_are_one_to_dlpack_are_told_apart(where):
+    tree = [torch.ones(8, dtype=torch.int8, device=where) for _ in range(9)]
+    out = to_cpu(tree).result()
+    plan = streamlap.TreeCopy(like=tree)
+    other = [torch.empty(8, dtype=torch.int4, device=where) for _ in range(9)]
+    with pytest.raises(streamlap.InvalidArgument, match="int4"):
+        plan(other)
+    with pytest.raises(streamlap.InvalidArgument, match="int4"):
+        to_cpu(tree, out=[leaf.view(torch.int4) for leaf in out])
+    assert same_tree(to_cpu(tree, out=out).result(), [leaf.cpu() for leaf in tree])
+
+
+# -- to a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_many_leaves_of_all_kinds_to_a_device(quick, pinned):
+    tree = mixed("cuda:0")
+    tree = to_cpu(tree).result() if pinned else [leaf.cpu() for leaf in tree]
+    del quick[:]
+    transfer = to_device(tree, "cuda:0")
+    assert quick == [True]
+    result = transfer.wait()
+    assert all(leaf.device == torch.device("cuda:0") for leaf in result)
+    assert transfer.stats()["paths"] == ["scatter"]
+    assert transfer.nbytes == sum(leaf.nbytes for leaf in tree)
+    assert same_tree([leaf.cpu() for leaf in result], tree)
+    out = [torch.empty_like(leaf) for leaf in result]
+    assert all(a is b for a, b in zip(to_device(tree, "cuda:0", out=out).wait(), out, strict=True))
+    assert same_tree([leaf.cpu() for leaf in out], tree)
+    assert quick == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_leaves_are_cast_on_their_way_to_a_device(quick, pinned, wanted):
+    tree = [random_numbers((size, 3), torch.float16) for size in range(1, 20)]
+    if pinned:
+        tree = to_cpu(tree).result()
+        tree = to_cpu([leaf.cuda() for leaf in tree]).result()
+    del quick[:]
+    result = to_device(tree, "cuda:0", dtype=wanted).result()
+    assert quick == [True]
+    for leaf, got in zip(tree, result, strict=True):
+        assert np.array_equal(bits_of(got.cpu()), expected_bits(leaf, wanted))
+
+
+@pytest.mark.gpu
+def test_packed_leaves_may_be_written_at_once():
+    tree = [random_bits(64) for _ in range(20)]
+    expected = [leaf.clone() for leaf in tree]
+    to_device(tree, "cuda:0").result()
+    gate = CopySide("cuda:0", to_device=True).hold()
+    transfer = to_device(tree, "cuda:0")
+    for leaf in tree:
+        poison(leaf)
+    gate.open()
+    assert same_tree([leaf.cpu() for leaf in transfer.result()], expected)
+
+
+@pytest.mark.gpu
+def test_device_destinations_that_do_not_fit_are_refused():
+    tree = [random_bits(33) for _ in range(12)]
+    good = [torch.zeros(33, device="cuda:0") for _ in tree]
+    for bad in (
+        [*good[:5], good[4], *good[6:]],
+        [*good[:5], torch.empty(34, device="cuda:0"), *good[6:]],
+        [*good[:5], torch.empty(33), *good[6:]],
+        good[:-1],
+    ):
+        with pytest.raises(streamlap.InvalidArgument):
+            to_device(tree, "cuda:0", out=bad)
+    torch.cuda.synchronize()
+    assert not any(bool(leaf.any()) for leaf in good)
+
+
+@pytest.mark.gpu
+def test_a_tree_is_written_after_what_the_consumer_s_stream_still_reads():
+    source = to_cpu([torch.full((64,), 1.0, device="cuda:0") for _ in range(9)]).result()
+    out = [torch.zeros(64, device="cuda:0") for _ in source]
+    to_device(source, "cuda:0", out=out).result()
+    for leaf in out:
+        leaf.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate = current_stream(place_of(torch.device("cuda:0"))).gate()
+        transfer = to_device(source, "cuda:0", out=out)
+        with pytest.raises(streamlap.TransferTimeout):
+            transfer.result(MOMENT)
+        gate.open()
+        assert all(bool((leaf == 1).all()) for leaf in transfer.result())
+
+
+@pytest.mark.gpu
+def test_page_locked_leaves_on_their_way_to_a_device_are_borrowed():
+    source = to_cpu([torch.full((64,), 1.0, device="cuda:0") for _ in range(9)]).result()
+    to_device(source, "cuda:0").result()
+    gate = CopySide("cuda:0", to_device=True).hold()
+    transfer = to_device(source, "cuda:0")
+    source[5].add_(1)
+    gate.open()
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
+@pytest.mark.gpu
+def test_what_a_tree_to_a_device_needs_lives_although_nobody_holds_it():
+    tree = [random_bits(64) for _ in range(20)]
+    out = [torch.zeros(64, device="cuda:0") for _ in tree]
+    alive = [weakref.ref(leaf) for leaf in out]
+    to_device(tree, "cuda:0", out=out).result()
+    before = streamlap.pool_stats("cuda:0")["live"]
+    gate = CopySide("cuda:0", to_device=True).hold()
+    with contextlib.closing(_Opens(gate)):
+        transfer = to_device(tree, "cuda:0", out=out)
+        assert is_held(transfer)
+        del transfer, out, tree
+        gc.collect()
+        assert streamlap.pool_stats("cuda:0")["live"] > before
+        assert all(reference() is not None for reference in alive)
+    assert eventually(lambda: streamlap.pool_stats("cuda:0")["live"] == before)
+    assert eventually(lambda: all(reference() is None for reference in alive))
+
+
+class _Opens:
+    """Opens a gate at the end, whatever happens."""
+
+    def __init__(self, gate):
+        self.close = gate.open
