@@ -184,16 +184,49 @@ def test_earlier_results_in_another_order_and_a_part_of_them(where, quick):
 
 def test_destinations_of_every_other_kind_are_filled(where, quick):
     tree = [random_bits(33, where=where) for _ in range(12)]
-    for out in (
-        [torch.empty(33) for _ in tree],
-        [streamlap.empty_pinned(33) for _ in tree],
-        [np.empty(33, np.float32) for _ in tree],
-        list(torch.empty(12, 33).unbind(0)),
-        list(streamlap.empty_pinned((33, 12)).unbind(1)),
+    for out, is_quick in (
+        ([torch.empty(33) for _ in tree], True),
+        ([streamlap.empty_pinned(33) for _ in tree], True),
+        ([np.empty(33, np.float32) for _ in tree], False),
+        ([torch.empty(33) if i % 2 else streamlap.empty_pinned(33) for i in range(12)], None),
+        (list(torch.empty(12, 33).unbind(0)), True),
+        (list(streamlap.empty_pinned((12, 33)).unbind(0)), True),
+        (list(streamlap.empty_pinned((33, 12)).unbind(1)), False),
     ):
-        to_cpu(tree, out=out).result()
+        del quick[:]
+        result = to_cpu(tree, out=out).result()
+        assert all(a is b for a, b in zip(result, out, strict=True))
+        assert is_quick is None or quick == [is_quick]
         assert same_tree([torch.as_tensor(leaf) for leaf in out], [leaf.cpu() for leaf in tree])
-    assert not any(quick)
+
+
+def test_sources_of_copies_to_each_destination_are_borrowed(where):
+    tree = [random_bits(33, where=where) for _ in range(12)]
+    out = [streamlap.empty_pinned(33) for _ in tree]
+    to_cpu(tree, out=out).result()
+    gate = CopySide(where).hold()
+    transfer = to_cpu(tree, out=out)
+    tree[5].zero_()
+    gate.open()
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
+@pytest.mark.parametrize("how", ["the same", "a part", "around"])
+def test_a_destination_that_is_a_source_is_refused(how):
+    base = torch.ones(100)
+    tree = [torch.ones(33) for _ in range(12)]
+    out = [torch.zeros(33) for _ in range(12)]
+    tree[3], out[7] = {
+        "the same": (base[:33], base[:33]),
+        "a part": (base[20:53], base[:33]),
+        "around": (base[:33], base[10:43]),
+    }[how]
+    with pytest.raises(streamlap.InvalidArgument, match="overlaps a source"):
+        to_cpu(tree, out=out)
+    assert not any(bool(leaf.any()) for index, leaf in enumerate(out) if index != 7)
+    tree[3] = base[50:83]
+    assert same_tree(to_cpu(tree, out=out).result(), tree)
 
 
 def test_destinations_that_do_not_fit_are_refused_and_untouched(where):

@@ -122,16 +122,6 @@ std::vector<PyEvent> uses_of(std::uintptr_t pointer, const std::shared_ptr<Runti
   return found;
 }
 
-// Whether a range lies in one live block of a pool.
-bool pinned_holds(std::uintptr_t pointer, std::size_t nbytes,
-                  const std::shared_ptr<Runtime>& runtime) {
-  GilRelease released;
-  const auto pools = pools_of(runtime);
-  return std::any_of(pools.begin(), pools.end(), [&](const auto& pool) {
-    return pool->holds(reinterpret_cast<const void*>(pointer), nbytes);
-  });
-}
-
 // The pool with what it makes ahead; letting go of it cancels nothing.
 struct PyGrowth {
   std::shared_ptr<PinnedPool> pool;
@@ -285,8 +275,6 @@ void bind_pool(py::module_& module) {
 
   module.def("record_use", &record_use);
   module.def("uses_of", &uses_of, py::arg("pointer"), py::arg("runtime"));
-  module.def("pinned_holds", &pinned_holds, py::arg("pointer"), py::arg("nbytes"),
-             py::arg("runtime"));
   module.def("set_current_streams_hook",
              [](const py::object& hook) { current_streams_hook() = share(hook); });
 }

@@ -219,8 +219,7 @@ void bind_tree(py::module_& module) {
            py::arg("range_bytes") = 0, py::arg("scale") = py::none(), py::arg("counts") = false,
            py::arg("blocks") = 4, py::arg("threads") = 512)
       .def_static("of_rows", &make_plan_of_rows, py::arg("far"), py::arg("near").none(true),
-                  py::arg("gathers"), py::arg("blocks"), py::arg("cast_blocks"),
-                  py::arg("threads"))
+                  py::arg("gathers"), py::arg("blocks"), py::arg("cast_blocks"), py::arg("threads"))
       .def_property_readonly("offsets", &TreePlan::offsets)
       .def_property_readonly("range_bytes", &TreePlan::range_bytes)
       .def_property_readonly("counts", &TreePlan::counts);

@@ -63,9 +63,9 @@ void TensorRow::add(const dlpack::Tensor& tensor) {
   bool empty = false;
   for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
     if (tensor.shape[dim] == 0) empty = true;
-    if (tensor.shape[dim] < 0 || (tensor.shape[dim] != 0 &&
-                                  kind.count > std::numeric_limits<std::size_t>::max() / 16 /
-                                                   static_cast<std::size_t>(tensor.shape[dim]))) {
+    if (tensor.shape[dim] < 0 ||
+        (tensor.shape[dim] != 0 && kind.count > std::numeric_limits<std::size_t>::max() / 16 /
+                                                    static_cast<std::size_t>(tensor.shape[dim]))) {
       throw Error(ErrorKind::invalid_argument, "a tensor of more bytes than there are");
     }
     if (tensor.shape[dim] != 0) kind.count *= static_cast<std::size_t>(tensor.shape[dim]);
@@ -174,6 +174,36 @@ std::pair<std::uintptr_t, std::size_t> TensorRow::around() const {
   return {std::min(begin, end), end - std::min(begin, end)};
 }
 
+bool TensorRow::is_apart(const TensorRow& sources) const {
+  const auto extents_of = [](const TensorRow& row) {
+    std::vector<moves::Extent> extents;
+    for (std::size_t leaf = 0; leaf < row.size(); ++leaf) {
+      const std::uintptr_t begin = row.addresses_->at(leaf);
+      if (row.bytes(leaf) != 0) extents.push_back({begin, begin + row.bytes(leaf)});
+    }
+    return extents;
+  };
+  std::vector<moves::Extent> written = extents_of(*this);
+  if (moves::any_overlap(written)) return false;  // sorted, if not
+  if (!(device_ == sources.device_)) return true;
+  for (const moves::Extent& read : extents_of(sources)) {
+    const auto after = std::upper_bound(
+        written.begin(), written.end(), read.begin,
+        [](std::uintptr_t begin, const moves::Extent& extent) { return begin < extent.end; });
+    if (after != written.end() && after->begin < read.end) return false;
+  }
+  return true;
+}
+
+py::list TensorRow::copies_of(const TensorRow& sources) const {
+  py::list copies(size());
+  for (std::size_t leaf = 0; leaf < size(); ++leaf) {
+    copies[leaf] = py::make_tuple(addresses_->at(leaf), sources.addresses_->at(leaf), bytes(leaf),
+                                  kinds_[leaf].dtype.bits / 8, py::none());
+  }
+  return copies;
+}
+
 std::optional<std::uintptr_t> base_of(const Addresses& addresses,
                                       const std::vector<std::size_t>& offsets) {
   if (addresses.empty() || addresses.size() != offsets.size()) return std::nullopt;
@@ -194,13 +224,13 @@ void bind_tensor_row(py::module_& module) {
       .def_static("of", &TensorRow::of)
       .def_static("described", &TensorRow::described)
       .def("addresses_of", &TensorRow::addresses_of)
-      .def("placed",
-           [](const TensorRow& row, std::uintptr_t base, const TreePlan& plan) {
-             return row.placed(base, plan.offsets());
-           })
+      .def("placed", [](const TensorRow& row, std::uintptr_t base,
+                        const TreePlan& plan) { return row.placed(base, plan.offsets()); })
       .def("lies_as", &TensorRow::lies_as)
       .def("has_dtypes_of", &TensorRow::has_dtypes_of)
       .def("around", &TensorRow::around)
+      .def("is_apart", &TensorRow::is_apart)
+      .def("copies_of", &TensorRow::copies_of)
       .def_property_readonly("addresses", &TensorRow::addresses)
       .def_property_readonly("device", &TensorRow::device)
       .def_property_readonly("contiguous", &TensorRow::contiguous)

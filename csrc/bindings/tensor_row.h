@@ -1,5 +1,6 @@
-// Many of torch's tensors at once: where their bytes are and how they lie, asked in one call from C.
-// From Python each question costs a call a tensor, and a shape is a new tuple: ten times as much.
+// Many of torch's tensors at once: where their bytes are and how they lie, asked in one call from
+// C. From Python each question costs a call a tensor, and a shape is a new tuple: ten times as
+// much.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +44,10 @@ class TensorRow {
   bool has_dtypes_of(const TensorRow& other) const;
   // The range around all that are not empty: where it begins, and its bytes.
   std::pair<std::uintptr_t, std::size_t> around() const;
+  // Whether no two of these share a byte, nor one of these and one of `sources`.
+  bool is_apart(const TensorRow& sources) const;
+  // What CopyEngine::submit takes for each of these from its source: both contiguous.
+  py::list copies_of(const TensorRow& sources) const;
 
   const std::shared_ptr<Addresses>& addresses() const noexcept { return addresses_; }
   int device() const noexcept { return device_.type == dlpack::cpu ? -1 : device_.index; }

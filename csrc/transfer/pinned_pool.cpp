@@ -31,7 +31,6 @@ constexpr Site site_lock_stats{"pool.lock_stats"};
 constexpr Site site_lock_trim{"pool.lock_trim"};
 constexpr Site site_lock_find{"pool.lock_find_block"};
 constexpr Site site_lock_find_uses{"pool.lock_find_uses"};
-constexpr Site site_lock_holds{"pool.lock_holds"};
 constexpr Site site_lock_read_uses{"pool.lock_read_uses"};
 
 }  // namespace
@@ -380,15 +379,6 @@ bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
   if (block == nullptr) return false;
   block->record_use(stream);
   return true;
-}
-
-bool PinnedPool::holds(const void* pointer, std::size_t bytes) const {
-  OrderLock lock(*runtime_, mutex_, site_lock_holds);
-  const PinnedBlock* block = find(pointer);
-  if (block == nullptr) return false;
-  const auto before = static_cast<std::size_t>(static_cast<const std::byte*>(pointer) -
-                                               static_cast<const std::byte*>(block->data()));
-  return bytes <= block->capacity() - before;
 }
 
 std::vector<EventPtr> PinnedPool::uses(const void* pointer) const {

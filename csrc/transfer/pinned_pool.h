@@ -143,8 +143,6 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   bool record_use(const void* pointer, StreamRef stream);
   // The uses of that block; none where it is none of ours.
   std::vector<EventPtr> uses(const void* pointer) const;
-  // Whether a range lies in one live block.
-  bool holds(const void* pointer, std::size_t bytes) const;
 
   static std::size_t size_class(std::size_t bytes);
   static constexpr std::size_t smallest_block = 4096;

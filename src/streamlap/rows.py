@@ -14,8 +14,9 @@ import torch
 
 from streamlap import _native, observe
 from streamlap.arrays import Source, Sources, TreeSpec, borrowed_of, row_like, row_of
-from streamlap.batch import CopiedRow, Part
+from streamlap.batch import Batch, CopiedRow, Part, submit_batch
 from streamlap.devices import (
+    Place,
     as_stream,
     place_of,
     require_no_capture,
@@ -53,13 +54,15 @@ def tree_to_cpu(
     wanted = None
     if outs is not None:
         wanted = _fitting(outs, sources, row, dtype, -1)
-        if wanted is None or not _native.pinned_holds(*wanted.around(), place.runtime):
-            return None  # no results of an earlier call
+        if wanted is None:
+            return None
         if place.is_cuda:
             for index, handle in streams_in_use():  # whoever reads the destinations so far
                 reader = place.runtime.adopt(index, handle)
                 require_no_capture(reader, "to_cpu(out=...)")
                 after.append(reader)
+        if not _in_one_storage(outs, wanted, place.is_cuda):
+            return _each(sources, spec, row, outs, wanted, place, after)
     elif dtype is not None:
         shapes, strides = list(map(_SHAPE, sources)), list(map(torch.Tensor.stride, sources))
         wanted = row_like(shapes, strides, [dtype] * len(sources), -1)
@@ -120,8 +123,7 @@ def tree_to_device(
     consumer = as_stream(None, place)
     require_no_capture(consumer, "to_device()")
     pool = pool_for(place)
-    whole = row.around()
-    is_packed = not _native.pinned_holds(*whole, place.runtime)
+    is_packed = not _in_one_storage(sources, row, True)
     if is_packed and (
         sources[0].is_pinned()  # each by itself: the copy engine reads them where they are
         or row.nbytes > pool.limit // PACKED_SHARE
@@ -220,6 +222,41 @@ def _fitting(
     else:
         fits = row.has_dtypes_of(found)
     return found if fits else None
+
+
+def _in_one_storage(tensors: list[torch.Tensor], row: _native.TensorRow, pinned: bool) -> bool:
+    """Return whether a kernel may take them for one range, as it may views of one tensor."""
+    begin, nbytes = row.around()
+    storage = tensors[0].untyped_storage()
+    first = storage.data_ptr()
+    inside = first <= begin and begin + nbytes <= first + storage.nbytes()
+    return inside and (not pinned or tensors[0].is_pinned())
+
+
+def _each(
+    sources: list[torch.Tensor],
+    spec: TreeSpec,
+    row: _native.TensorRow,
+    outs: list[Any],
+    wanted: _native.TensorRow,
+    place: Place,
+    after: list[_native.Stream],
+) -> Transfer | None:
+    """Return the transfer to destinations that lie apart, a copy each."""
+    if not wanted.has_dtypes_of(row) or row.has_empty or not wanted.is_apart(row):
+        return None
+    path = "host"
+    if place.is_cuda:
+        pinned = sum(map(torch.Tensor.is_pinned, outs))
+        if 0 < pinned < len(outs):
+            return None
+        path = "direct" if pinned else "staged"
+    batch = Batch(wanted.copies_of(row), sources=sources, destinations=outs)
+    batch.leaves.extend(range(len(outs)))
+    part = submit_batch(batch, path, place, False, after, policy().chunk_bytes)
+    borrowed = borrowed_of(sources)  # site: rows.borrow_each
+    copied = CopiedRow(outs, part, True)
+    return Transfer(copied, spec, [part], borrowed, False, nbytes=wanted.nbytes)
 
 
 def _plan_between(

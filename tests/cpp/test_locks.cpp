@@ -128,12 +128,6 @@ TEST(pool_uses_are_told_under_the_lock) {
   in_turn(lab, [&] { lab.pool->live(); }, [&] { lab.pool->uses(block->data()); });
 }
 
-TEST(pool_ranges_are_looked_up_under_the_lock) {
-  PoolLab lab;
-  auto block = lab.pool->try_allocate(size);
-  in_turn(lab, [&] { lab.pool->live(); }, [&] { lab.pool->holds(block->data(), size); });
-}
-
 TEST(pool_uses_of_one_block_are_guarded) {
   PoolLab lab;
   StreamRef stream = lab.copy();
