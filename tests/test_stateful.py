@@ -240,8 +240,9 @@ class Machine(RuleBasedStateMachine):
             return
         stats = self.pool.stats()
         assert max(stats["reserved"], stats["peak"]) <= stats["limit"] == LIMIT, stats
-        if not self.threads:  # another one may have claimed memory that it has yet to get
-            assert stats["reserved"] <= stats["peak"], stats
+        if not self.threads:  # another one may be giving memory back
+            claimed = stats["growing"]  # by the library's own thread, which has yet to get it
+            assert stats["reserved"] - claimed <= stats["peak"], stats
         assert stats["waste"] <= stats["live"], stats
         parts = ("live", "in_flight", "cached", "growing")
         assert stats["reserved"] == sum(stats[part] for part in parts), stats

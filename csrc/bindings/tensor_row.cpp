@@ -31,7 +31,7 @@ bool asked(PyObject* object, dlpack::Tensor& tensor) {
     PyErr_Clear();
     return false;
   }
-  return tensor.dtype.lanes == 1 && tensor.dtype.bits % 8 == 0;
+  return tensor.dtype.lanes == 1 && tensor.dtype.bits != 0 && tensor.dtype.bits % 8 == 0;
 }
 
 bool is_contiguous(const dlpack::Tensor& tensor) {
@@ -58,20 +58,17 @@ void use_tensors_of(const py::capsule& table, const py::type& tensor) {
   known() = {api, reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr())};
 }
 
-void TensorRow::add(const dlpack::Tensor& tensor) {
+bool TensorRow::add(const dlpack::Tensor& tensor) {
+  constexpr std::size_t most = std::numeric_limits<std::ptrdiff_t>::max();
   Kind kind{tensor.dtype, tensor.ndim, dims_.size(), 1, 0};
-  bool empty = false;
   for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
-    if (tensor.shape[dim] == 0) empty = true;
-    if (tensor.shape[dim] < 0 ||
-        (tensor.shape[dim] != 0 && kind.count > std::numeric_limits<std::size_t>::max() / 16 /
-                                                    static_cast<std::size_t>(tensor.shape[dim]))) {
-      throw Error(ErrorKind::invalid_argument, "a tensor of more bytes than there are");
-    }
-    if (tensor.shape[dim] != 0) kind.count *= static_cast<std::size_t>(tensor.shape[dim]);
+    const auto size = static_cast<std::size_t>(tensor.shape[dim]);
+    if (__builtin_mul_overflow(kind.count, size, &kind.count)) return false;
   }
-  if (empty) kind.count = 0;
-  kind.bytes = kind.count * (tensor.dtype.bits / 8);
+  const std::size_t element = tensor.dtype.bits / 8;
+  if (kind.count > most / element || kind.count * element > most - nbytes_) return false;
+  kind.bytes = kind.count * element;
+  const bool empty = kind.count == 0;
   dims_.insert(dims_.end(), tensor.shape, tensor.shape + tensor.ndim);
   dims_.insert(dims_.end(), tensor.strides, tensor.strides + tensor.ndim);
   contiguous_ = contiguous_ && (empty || is_contiguous(tensor));
@@ -83,6 +80,7 @@ void TensorRow::add(const dlpack::Tensor& tensor) {
   nbytes_ += kind.bytes;
   largest_ = std::max(largest_, kind.bytes);
   kinds_.push_back(kind);
+  return true;
 }
 
 std::shared_ptr<TensorRow> TensorRow::of(const py::list& tensors) {
@@ -94,7 +92,7 @@ std::shared_ptr<TensorRow> TensorRow::of(const py::list& tensors) {
     if (!asked(object.ptr(), tensor)) return nullptr;
     if (row->kinds_.empty()) row->device_ = tensor.device;
     if (!(tensor.device == row->device_)) return nullptr;
-    row->add(tensor);
+    if (!row->add(tensor)) return nullptr;
     row->addresses_->push_back(address_of(tensor));
   }
   const bool usual = row->device_.type == dlpack::cpu || row->device_.type == dlpack::cuda;
@@ -118,7 +116,7 @@ std::shared_ptr<TensorRow> TensorRow::described(
     tensor.ndim = static_cast<std::int32_t>(shapes[leaf].size());
     tensor.shape = const_cast<std::int64_t*>(shapes[leaf].data());
     tensor.strides = const_cast<std::int64_t*>(strides[leaf].data());
-    row->add(tensor);
+    if (!row->add(tensor)) return nullptr;
   }
   return row;
 }

@@ -71,7 +71,7 @@ class TensorRow {
     std::size_t bytes;
   };
 
-  void add(const dlpack::Tensor& tensor);
+  bool add(const dlpack::Tensor& tensor);  // false: of more bytes than can be
 
   dlpack::Device device_{dlpack::cpu, 0};
   std::vector<Kind> kinds_;

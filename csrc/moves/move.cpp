@@ -208,7 +208,7 @@ std::uint64_t run_strided(const Move& move, const Strides& strides) {
     if (strides.rows == 0) {
       found += move_elements<From, To>(strides, tile, gathers, move.change, alone);
     } else {
-      const Square part = square_of(strides, tile);
+      const Panel part = panel_of(strides, tile, stage.columns);
       found += fill_stage<From, To>(strides, part, gathers, move.change, stage, alone);
       empty_stage<To>(strides, part, gathers, stage, alone);
     }
@@ -251,14 +251,17 @@ Strides strides_of(const Move& move, std::byte* base) {
     const std::int64_t stride = std::abs(layout.strides[dim]);
     if (stride != 0 && stride < std::abs(layout.strides[made.fast])) made.fast = dim;
   }
-  // A square that is a sliver is no help.
+  // A panel that is a sliver is no help.
   constexpr std::uint64_t least = 4;
   if (made.fast == last || layout.sizes[made.fast] < least || layout.sizes[last] < least) {
     made.tiles = (made.count + strided_tile - 1) / strided_tile;
     return made;
   }
-  made.rows = (layout.sizes[made.fast] + square - 1) / square;
-  made.columns = (layout.sizes[last] + square - 1) / square;
+  const std::size_t element =
+      move.from == Element::bytes ? layout.element_bytes : size_of(move.to);  // as the stage has it
+  const std::uint64_t across = panel_columns(element);
+  made.rows = (layout.sizes[made.fast] + panel_rows - 1) / panel_rows;
+  made.columns = (layout.sizes[last] + across - 1) / across;
   made.near_step = 1;
   for (unsigned dim = made.fast + 1; dim <= last; ++dim) made.near_step *= layout.sizes[dim];
   made.tiles = made.count / layout.sizes[made.fast] / layout.sizes[last] * made.rows * made.columns;

@@ -2,8 +2,9 @@
 // are one after the other. The body of the kernel and of the worker threads.
 //
 // Where the far side has another dimension closest together than the near side, as a transpose has,
-// squares of 32 by 32 elements go through a stage, the block's shared memory: both sides are then
-// read and written along their own closest dimension.
+// panels go through a stage, the block's shared memory: both sides are then read and written along
+// their own closest dimension. A panel is 32 elements of the far side's by 512 bytes of the near
+// side's, which may be memory of the host: the link carries long writes best.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,12 @@
 namespace streamlap::moves {
 
 inline constexpr unsigned most_dims = 8;
-inline constexpr unsigned square = 32;
+inline constexpr unsigned panel_rows = 32;
+inline constexpr unsigned panel_bytes = 512;
+// Elements of so many bytes that a panel has along the near side.
+constexpr unsigned panel_columns(std::size_t element) {
+  return panel_bytes / static_cast<unsigned>(element);
+}
 
 // Dimensions from the outermost to the innermost as the near side has them.
 struct Layout {
@@ -40,8 +46,8 @@ struct Strides {
   Layout layout;
   std::uint64_t count = 0;  // elements
   std::uint64_t tiles = 0;
-  std::uint64_t rows = 0;       // squares along `fast`; 0: elements go one by one, without a stage
-  std::uint64_t columns = 0;    // squares along the innermost dimension
+  std::uint64_t rows = 0;       // panels along `fast`; 0: elements go one by one, without a stage
+  std::uint64_t columns = 0;    // panels along the innermost dimension
   std::uint32_t fast = 0;       // the dimension in which the far side is closest together
   std::uint64_t near_step = 0;  // elements of the near side from one of `fast` to the next
 };
@@ -51,7 +57,8 @@ inline constexpr std::uint64_t strided_tile = 4096;
 
 template <class Bits>
 struct Stage {
-  Bits cells[square][square + 1];  // one more, so that a column is in different banks
+  static constexpr unsigned columns = panel_columns(sizeof(Bits));
+  Bits cells[panel_rows][columns + 1];  // one more, so that a column is in different banks
 };
 
 template <class From, class To>
@@ -118,8 +125,8 @@ STREAMLAP_ON_BOTH std::uint64_t move_elements(const Strides& strides, std::uint6
   return found;
 }
 
-// A square of the two dimensions: where it begins on both sides, and how much of it there is.
-struct Square {
+// A panel of the two dimensions: where it begins on both sides, and how much of it there is.
+struct Panel {
   std::byte* far;
   std::uint64_t near;      // element
   std::int64_t far_step;   // bytes from one of the innermost dimension to the next
@@ -128,20 +135,22 @@ struct Square {
   unsigned columns;        // of the innermost
 };
 
-STREAMLAP_ON_BOTH Square square_of(const Strides& strides, std::uint64_t tile) {
+// `most_columns`: those of the stage.
+STREAMLAP_ON_BOTH Panel panel_of(const Strides& strides, std::uint64_t tile,
+                                 unsigned most_columns) {
   const Layout& layout = strides.layout;
   const unsigned last = layout.dims - 1;
-  const std::uint64_t column = tile % strides.columns * square;
+  const std::uint64_t column = tile % strides.columns * most_columns;
   tile /= strides.columns;
-  const std::uint64_t row = tile % strides.rows * square;
+  const std::uint64_t row = tile % strides.rows * panel_rows;
   tile /= strides.rows;
   const std::uint64_t columns = layout.sizes[last] - column;
   const std::uint64_t rows = layout.sizes[strides.fast] - row;
-  Square made;
+  Panel made;
   made.far_step = layout.strides[last];
   made.fast_step = layout.strides[strides.fast];
-  made.columns = static_cast<unsigned>(columns < square ? columns : square);
-  made.rows = static_cast<unsigned>(rows < square ? rows : square);
+  made.columns = static_cast<unsigned>(columns < most_columns ? columns : most_columns);
+  made.rows = static_cast<unsigned>(rows < panel_rows ? rows : panel_rows);
   std::int64_t offset = static_cast<std::int64_t>(column) * made.far_step +
                         static_cast<std::int64_t>(row) * made.fast_step;
   made.near = row * strides.near_step + column;
@@ -162,42 +171,86 @@ STREAMLAP_ON_BOTH Square square_of(const Strides& strides, std::uint64_t tile) {
 // The first half: into the stage, along the closest dimension of the source. Then all lanes wait
 // for each other.
 template <class From, class To>
-STREAMLAP_ON_BOTH std::uint64_t fill_stage(const Strides& strides, const Square& part, bool gathers,
+STREAMLAP_ON_BOTH std::uint64_t fill_stage(const Strides& strides, const Panel& part, bool gathers,
                                            const Change& change, Stage<typename To::Bits>& stage,
                                            Lane lane) {
   using In = typename From::Bits;
+  using Cells = Stage<typename To::Bits>;
+  constexpr unsigned cells = panel_rows * Cells::columns;
+  constexpr unsigned under_way = sizeof(In) > 8 ? in_flight : 2 * in_flight;
   std::uint64_t found = 0;
-  for (unsigned cell = lane.index; cell < square * square; cell += lane.count) {
-    const unsigned slow = cell / square;
-    const unsigned near_by = cell % square;
-    const unsigned row = gathers ? near_by : slow;
-    const unsigned column = gathers ? slow : near_by;
-    if (row >= part.rows || column >= part.columns) continue;
-    const std::byte* at =
-        gathers ? part.far + row * part.fast_step + column * part.far_step
-                : strides.near + (part.near + row * strides.near_step + column) * sizeof(In);
-    const In bits = loaded<In>(at);
-    found += counted<From>(bits, change);
-    stage.cells[row][column] = made_of<From, To>(bits, change);
+  for (unsigned first = lane.index; first < cells; first += under_way * lane.count) {
+    In held[under_way];
+    STREAMLAP_UNROLL
+    for (unsigned k = 0; k < under_way; ++k) {
+      const unsigned cell = first + k * lane.count;
+      const unsigned row = gathers ? cell % panel_rows : cell / Cells::columns;
+      const unsigned column = gathers ? cell / panel_rows : cell % Cells::columns;
+      if (cell >= cells || row >= part.rows || column >= part.columns) continue;
+      const std::byte* at =
+          gathers ? part.far + row * part.fast_step + column * part.far_step
+                  : strides.near + (part.near + row * strides.near_step + column) * sizeof(In);
+      held[k] = loaded<In>(at);
+    }
+    STREAMLAP_UNROLL
+    for (unsigned k = 0; k < under_way; ++k) {
+      const unsigned cell = first + k * lane.count;
+      const unsigned row = gathers ? cell % panel_rows : cell / Cells::columns;
+      const unsigned column = gathers ? cell / panel_rows : cell % Cells::columns;
+      if (cell >= cells || row >= part.rows || column >= part.columns) continue;
+      found += counted<From>(held[k], change);
+      stage.cells[row][column] = made_of<From, To>(held[k], change);
+    }
   }
   return found;
 }
 
+// 16 bytes of a stage's row.
+template <class Bits>
+STREAMLAP_ON_BOTH Quad quad_of(const Bits* cells) {
+  alignas(16) Bits values[16 / sizeof(Bits)];
+  STREAMLAP_UNROLL
+  for (unsigned i = 0; i < 16 / sizeof(Bits); ++i) values[i] = cells[i];
+  Quad quad;
+  memcpy(&quad, values, sizeof(Quad));
+  return quad;
+}
+
 // The second half: out of it, along the closest dimension of the destination. Then they wait again.
 template <class To>
-STREAMLAP_ON_BOTH void empty_stage(const Strides& strides, const Square& part, bool gathers,
+STREAMLAP_ON_BOTH void empty_stage(const Strides& strides, const Panel& part, bool gathers,
                                    const Stage<typename To::Bits>& stage, Lane lane) {
   using Out = typename To::Bits;
-  for (unsigned cell = lane.index; cell < square * square; cell += lane.count) {
-    const unsigned slow = cell / square;
-    const unsigned near_by = cell % square;
-    const unsigned row = gathers ? slow : near_by;
-    const unsigned column = gathers ? near_by : slow;
-    if (row >= part.rows || column >= part.columns) continue;
-    std::byte* at =
-        gathers ? strides.near + (part.near + row * strides.near_step + column) * sizeof(Out)
-                : part.far + row * part.fast_step + column * part.far_step;
-    store<Out>(at, stage.cells[row][column]);
+  if (!gathers) {
+    for (unsigned cell = lane.index; cell < panel_rows * part.columns; cell += lane.count) {
+      const unsigned row = cell % panel_rows;
+      const unsigned column = cell / panel_rows;
+      if (row >= part.rows) continue;
+      store<Out>(part.far + row * part.fast_step + column * part.far_step,
+                 stage.cells[row][column]);
+    }
+    return;
+  }
+  // Each row in pieces: what lies before the first address that 16 divides, then 16 bytes each, the
+  // last of them perhaps less.
+  constexpr unsigned wide = 16 / sizeof(Out);
+  constexpr unsigned pieces = panel_bytes / 16 + 1;
+  for (unsigned cell = lane.index; cell < part.rows * pieces; cell += lane.count) {
+    const unsigned row = cell / pieces;
+    const unsigned piece = cell % pieces;
+    std::byte* begin = strides.near + (part.near + row * strides.near_step) * sizeof(Out);
+    const unsigned before = (16 - misalignment(begin, 16)) % 16 / sizeof(Out);
+    const unsigned first = piece == 0 ? 0 : before + (piece - 1) * wide;
+    const unsigned whole = piece == 0 ? before : wide;
+    if (first >= part.columns) continue;
+    const unsigned count = part.columns - first < whole ? part.columns - first : whole;
+    if (count == wide) {
+      store<Quad>(begin + first * sizeof(Out), quad_of(&stage.cells[row][first]));
+    } else {
+      for (unsigned i = 0; i < count; ++i) {
+        store<Out>(begin + (first + i) * sizeof(Out), stage.cells[row][first + i]);
+      }
+    }
   }
 }
 

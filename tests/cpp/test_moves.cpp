@@ -567,7 +567,8 @@ std::vector<Apart> layouts(std::size_t element) {
       lying({5000}, {0}, element, 3),
       lying({40, 70}, {0, 1}, element),        // a transpose
       lying({33, 64}, {0, 1}, element, 2),     // with gaps
-      lying({3, 100}, {0, 1}, element),        // too narrow for squares
+      lying({35, 1031}, {0, 1}, element),      // several panels across, rows of odd lengths
+      lying({3, 100}, {0, 1}, element),        // too narrow for panels
       lying({5, 37, 45}, {1, 2, 0}, element),  // many transposes
       lying({37, 5, 45}, {0, 1, 2}, element),  // all the way round
       lying({2, 3, 4, 5, 6}, {3, 0, 4, 1, 2}, element, 2),
@@ -594,7 +595,7 @@ std::uint64_t run_lanes(const Move& move, unsigned lanes) {
       });
       continue;
     }
-    const moves::Square part = moves::square_of(strides, tile);
+    const moves::Panel part = moves::panel_of(strides, tile, stage.columns);
     each([&](Lane lane) {
       found += moves::fill_stage<From, To>(strides, part, gathers, move.change, stage, lane);
     });
@@ -665,16 +666,16 @@ TEST(elements_that_lie_apart_are_moved_both_ways) {
   }
 }
 
-TEST(a_transpose_goes_through_squares_and_a_step_does_not) {
-  Bytes memory(40 * 70 * 4);
+TEST(a_transpose_goes_through_panels_and_a_step_does_not) {
+  Bytes memory(40 * 300 * 4);
   Move move;
   move.pieces = {{memory.data(), 0, memory.size(), 0, 0}};
-  move.layout = lying({40, 70}, {0, 1}, 4).layout;
+  move.layout = lying({40, 300}, {0, 1}, 4).layout;
   moves::Strides strides = moves::strides_of(move, memory.data());
   CHECK_EQ(strides.rows, 2);
   CHECK_EQ(strides.columns, 3);
   CHECK_EQ(strides.tiles, 6);
-  move.layout = lying({40, 70}, {1, 0}, 4).layout;  // one range after all
+  move.layout = lying({40, 300}, {1, 0}, 4).layout;  // one range after all
   strides = moves::strides_of(move, memory.data());
   CHECK_EQ(strides.layout.dims, 1);
   CHECK_EQ(strides.rows, 0);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(moves::most_threads)
     if (move.strides.rows == 0) {
       found += moves::move_elements<From, To>(move.strides, tile, move.gathers, move.change, lane);
     } else {
-      const moves::Square part = moves::square_of(move.strides, tile);
+      const moves::Panel part = moves::panel_of(move.strides, tile, stage.columns);
       found +=
           moves::fill_stage<From, To>(move.strides, part, move.gathers, move.change, stage, lane);
       __syncthreads();
