@@ -484,7 +484,7 @@ def body():
 with streamlap.{how}:
     # What torch does for the first time in a worker has the C library note functions to be called
     # at the end, under a lock that a child would inherit: sys.exit() would wait for it for ever.
-    streamlap.pipelined_run(x, n=5)
+    streamlap.pipelined_run(x, n=5, wait=False).result()
     kept = [streamlap.to_cpu(big), streamlap.pipelined_run(x, n=5, wait=False)]
     assert in_child(body) == 0
     pid = os.fork()

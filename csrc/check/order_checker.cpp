@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "base/process.h"
+
 namespace streamlap::order {
 namespace {
 
@@ -202,6 +204,7 @@ OrderChecker::Known& OrderChecker::known_here() {
   // Of a thread that ends nothing is kept but what it did.
   struct End {
     ~End() {
+      if (process::forked()) return;  // whoever held the lock did not come along
       std::lock_guard lock(checkers().mutex);
       for (OrderChecker* checker : checkers().all) checker->thread_ended(thread_number());
     }

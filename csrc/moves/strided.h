@@ -177,7 +177,9 @@ STREAMLAP_ON_BOTH std::uint64_t fill_stage(const Strides& strides, const Panel& 
   using In = typename From::Bits;
   using Cells = Stage<typename To::Bits>;
   constexpr unsigned cells = panel_rows * Cells::columns;
-  constexpr unsigned under_way = sizeof(In) > 8 ? in_flight : 2 * in_flight;
+  // Changing elements takes registers, too.
+  constexpr bool is_raw = std::is_same_v<From, Raw<In>>;
+  constexpr unsigned under_way = is_raw && sizeof(In) <= 8 ? 2 * in_flight : in_flight;
   std::uint64_t found = 0;
   for (unsigned first = lane.index; first < cells; first += under_way * lane.count) {
     In held[under_way];

@@ -138,6 +138,7 @@ struct SimRuntime::Attendance {
   struct Leaver {
     std::vector<std::weak_ptr<Attendance>> joined;
     ~Leaver() {
+      if (process::forked()) return;  // whoever held one of the locks did not come along
       for (auto& weak : joined) {
         if (auto attendance = weak.lock()) {
           std::lock_guard lock(attendance->mutex);
