@@ -297,6 +297,23 @@ def test_cupy_arrays_come_back_as_numpy():
 # -- refusals
 
 
+def _freed(where):
+    x = torch.ones(4, 4, device=where)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def _inside(transform):
+    """Makes what a function sees that ``transform`` was applied to."""
+
+    def make(where):
+        seen = []
+        transform(lambda x: seen.append(x) or x)(torch.ones(4, 4, device=where))
+        return seen[0]
+
+    return make
+
+
 def _subclass(where):
     class Special(torch.Tensor):
         pass
@@ -324,6 +341,9 @@ REFUSED = {
         "(?i)nested",
     ),
     "subclass": (_subclass, "Special"),
+    "freed": (_freed, "freed"),
+    "vmap": (_inside(torch.func.vmap), "torch.func"),
+    "grad": (_inside(lambda f: torch.func.grad(lambda x: f(x).sum())), "torch.func"),
 }
 
 

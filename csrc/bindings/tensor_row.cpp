@@ -93,6 +93,7 @@ std::shared_ptr<TensorRow> TensorRow::of(const py::list& tensors) {
     if (row->kinds_.empty()) row->device_ = tensor.device;
     if (!(tensor.device == row->device_)) return nullptr;
     if (!row->add(tensor)) return nullptr;
+    if (address_of(tensor) == 0 && row->kinds_.back().count != 0) return nullptr;  // freed
     row->addresses_->push_back(address_of(tensor));
   }
   const bool usual = row->device_.type == dlpack::cpu || row->device_.type == dlpack::cuda;
@@ -137,6 +138,7 @@ std::shared_ptr<Addresses> TensorRow::addresses_of(const py::list& tensors) cons
         !std::equal(dims + kind.ndim, dims + 2 * kind.ndim, tensor.strides)) {
       return nullptr;
     }
+    if (address_of(tensor) == 0 && kind.count != 0) return nullptr;  // freed
     addresses->push_back(address_of(tensor));
   }
   return addresses;

@@ -123,6 +123,11 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
     throw Error(ErrorKind::invalid_argument,
                 "a transfer is staged, has a last step or an open end: one of them at most");
   }
+  for (const CopyItem& item : request.items) {
+    if (item.bytes != 0 && (item.src == nullptr || item.dst == nullptr)) {
+      throw Error(ErrorKind::invalid_argument, "a copy from or to memory that was freed");
+    }
+  }
   const StagingOptions options = staging_options();
   auto transfer = std::make_shared<Transfer>(
       runtime_, plan_for(request, options.slot_bytes),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree
 
 from streamlap import _native, foreign
@@ -214,7 +215,14 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedTensor(f"a sparse tensor ({tensor.layout}) is not dense: copy its parts")
     if tensor.device.type == "meta":
         raise UnsupportedTensor("a meta tensor has no data")
-    return tensor.detach()
+    if is_functorch_wrapped_tensor(tensor):  # it has no address
+        raise UnsupportedTensor(
+            "a tensor inside torch.func (vmap, grad, ...) has no data of its own"
+        )
+    plain = tensor.detach()
+    if not plain.data_ptr() and plain.numel():
+        raise UnsupportedTensor("the tensor's memory was freed: its storage has been resized to 0")
+    return plain
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

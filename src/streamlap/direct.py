@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from streamlap import _native, observe
 from streamlap.arrays import Source, version_of
@@ -97,6 +98,8 @@ def usual_transfer(tensor: Any) -> Transfer | None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return None
+    if is_functorch_wrapped_tensor(tensor) or not tensor.data_ptr():
         return None
     place = cuda_place(tensor.get_device())
     pool, handle = pool_for(place), current_handle(place.index)

@@ -41,6 +41,12 @@ FILES = [
     "test_devices.py",
     "test_timeline.py",
     "test_errors.py",
+    "test_staging.py",
+    "test_host_products.py",
+    "test_kernels.py",
+    "test_tree_copy.py",
+    "test_rows.py",
+    "test_prefetcher.py",
 ]
 
 # name: (runtime libraries for Python, option variables, what a report of a fault looks like)
