@@ -95,7 +95,7 @@ class Sources:
 
 
 _table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-if type(_table).__name__ == "PyCapsule":  # from torch 2.10 on; before, each tensor is asked itself
+if type(_table).__name__ == "PyCapsule":  # older versions of torch have none: the general way, then
     _native.use_tensors_of(_table, torch.Tensor)
 
 _DTYPE = operator.attrgetter("dtype")
