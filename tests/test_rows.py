@@ -309,6 +309,85 @@ def test_dtypes_that_are_one_to_dlpack_are_told_apart(where):
     assert same_tree(to_cpu(tree, out=out).result(), [leaf.cpu() for leaf in tree])
 
 
+@pytest.mark.parametrize("side", ["source", "out"])
+@pytest.mark.parametrize("how", ["new", "earlier", "apart", "plan", "plan_out"])
+def test_a_tensor_that_is_given_other_memory_keeps_the_old_as_long_as_it_is_copied(how, side):
+    """As FSDP does, and ``module.to()``."""
+    if side == "out" and how in ("new", "plan"):
+        pytest.skip("there is none")
+    where = "cpu"
+    arrays = [np.full(64, float(index), np.float32) for index in range(9)]
+    whole = np.zeros((9, 64), np.float32)
+    if how in ("earlier", "plan_out"):
+        landing = [torch.from_numpy(whole)[index].data for index in range(9)]  # no base
+        alive = [weakref.ref(whole)]
+    else:
+        parts = [np.zeros(64, np.float32) for _ in range(9)]
+        landing = [torch.from_numpy(part) for part in parts]
+        alive = [weakref.ref(part) for part in parts]
+        del parts
+    tree = [torch.from_numpy(array) for array in arrays]
+    if side == "source":
+        alive = [weakref.ref(array) for array in arrays]
+    if how.startswith("plan"):
+        plan = streamlap.TreeCopy(like=tree)
+        if how == "plan_out":
+            landing = plan([torch.zeros(64) for _ in range(9)]).result()
+            alive = [] if side == "out" else alive  # it is the pool's
+    calls = {
+        "new": lambda: to_cpu(tree),
+        "earlier": lambda: to_cpu(tree, out=landing),
+        "apart": lambda: to_cpu(tree, out=landing),
+        "plan": lambda: plan(tree),
+        "plan_out": lambda: plan(tree, out=landing),
+    }
+    before = streamlap.pool_stats(where)["live"]
+    gate = CopySide(where).hold()
+    transfer = calls[how]()
+    del arrays, whole
+    for tensor in tree if side == "source" else landing:
+        tensor.data = torch.zeros(64)
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    assert streamlap.pool_stats(where)["live"] >= before
+    del calls
+    gate.open()
+    with contextlib.suppress(streamlap.SourceModified):
+        transfer.result()
+    del transfer
+    gc.collect()
+    assert eventually(lambda: all(reference() is None for reference in alive))
+
+
+def test_leaves_without_elements_take_nothing_of_a_block(where):
+    empty = torch.zeros(0, dtype=torch.float64, device=where)
+    one = torch.ones(1, dtype=torch.uint8, device=where)
+    for tree in ([empty] * 8 + [one], [one, *[empty] * 8]):
+        assert same_tree(to_cpu(tree).result(), [leaf.cpu() for leaf in tree])
+        assert same_tree(
+            streamlap.TreeCopy(like=tree)(tree).result(), [leaf.cpu() for leaf in tree]
+        )
+    nothing = [torch.zeros(0, 3, device=where) for _ in range(9)]
+    assert same_tree(to_cpu(nothing).result(), [leaf.cpu() for leaf in nothing])
+    plan = streamlap.TreeCopy(like=nothing)
+    out = plan(nothing).result()
+    assert same_tree(plan(nothing, out=out).result(), [leaf.cpu() for leaf in nothing])
+
+
+def test_what_has_no_address_is_refused_by_a_plan_too(where):
+    tree = [torch.ones(4, 4, device=where) for _ in range(9)]
+    plan = streamlap.TreeCopy(like=tree)
+    freed = torch.ones(4, 4, device=where)
+    freed.untyped_storage().resize_(0)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(x) or x)(torch.ones(4, 4, 4, device=where))
+    for bad in (freed, seen[0]):
+        with pytest.raises(streamlap.UnsupportedTensor):
+            plan([bad, *tree[1:]])
+        with pytest.raises(streamlap.UnsupportedTensor):
+            plan(tree, out=[bad, *tree[1:]])
+
+
 # -- to a device
 
 
@@ -344,6 +423,40 @@ def test_leaves_are_cast_on_their_way_to_a_device(quick, pinned, wanted):
     assert quick == [True]
     for leaf, got in zip(tree, result, strict=True):
         assert np.array_equal(bits_of(got.cpu()), expected_bits(leaf, wanted))
+
+
+@pytest.mark.gpu
+def test_page_locked_leaves_among_others_are_read_in_their_turn():
+    made = torch.zeros(64, device="cuda:0")
+    pinned = streamlap.empty_pinned(64)
+    tree = [*(random_bits(64) for _ in range(20)), pinned]
+    to_device(tree, "cuda:0").result()
+    torch.cuda.synchronize()
+    gate = current_stream(place_of(made.device)).gate()
+    made.fill_(7)
+    pinned.copy_(made, non_blocking=True)
+    transfer = to_device(tree, "cuda:0")
+    gate.open()
+    assert bool((transfer.result()[-1] == 7).all())
+
+
+@pytest.mark.gpu
+def test_strides_are_those_of_the_source():
+    tree = [torch.ones(8, 1, 4, 4).to(memory_format=torch.channels_last) for _ in range(20)]
+    results = to_device(tree, "cuda:0").result()
+    assert [leaf.stride() for leaf in results] == [leaf.stride() for leaf in tree]
+
+
+@pytest.mark.gpu
+def test_leaves_that_do_not_fit_into_the_pool_go_through_the_ring():
+    held = []
+    with contextlib.suppress(streamlap.PoolExhausted):
+        pool = place_of(torch.device("cuda:0")).pool
+        held = [pool.empty(pool.limit - pool.live - (1 << 20), torch.uint8)]
+    tree = [torch.full((1,), float(index)) for index in range(20_000)]  # 256 bytes each, packed
+    result = to_device(tree, "cuda:0").result()
+    assert torch.equal(torch.cat(result).cpu(), torch.arange(20_000.0))
+    del held
 
 
 @pytest.mark.gpu

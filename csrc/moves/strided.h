@@ -175,20 +175,19 @@ STREAMLAP_ON_BOTH std::uint64_t fill_stage(const Strides& strides, const Panel& 
                                            const Change& change, Stage<typename To::Bits>& stage,
                                            Lane lane) {
   using In = typename From::Bits;
-  using Cells = Stage<typename To::Bits>;
-  constexpr unsigned cells = panel_rows * Cells::columns;
+  const unsigned cells = gathers ? panel_rows * part.columns : part.rows * part.columns;
   // Changing elements takes registers, too.
   constexpr bool is_raw = std::is_same_v<From, Raw<In>>;
   constexpr unsigned under_way = is_raw && sizeof(In) <= 8 ? 2 * in_flight : in_flight;
   std::uint64_t found = 0;
   for (unsigned first = lane.index; first < cells; first += under_way * lane.count) {
-    In held[under_way];
+    In held[under_way] = {};
     STREAMLAP_UNROLL
     for (unsigned k = 0; k < under_way; ++k) {
       const unsigned cell = first + k * lane.count;
-      const unsigned row = gathers ? cell % panel_rows : cell / Cells::columns;
-      const unsigned column = gathers ? cell / panel_rows : cell % Cells::columns;
-      if (cell >= cells || row >= part.rows || column >= part.columns) continue;
+      const unsigned row = gathers ? cell % panel_rows : cell / part.columns;
+      const unsigned column = gathers ? cell / panel_rows : cell % part.columns;
+      if (cell >= cells || row >= part.rows) continue;
       const std::byte* at =
           gathers ? part.far + row * part.fast_step + column * part.far_step
                   : strides.near + (part.near + row * strides.near_step + column) * sizeof(In);
@@ -197,9 +196,9 @@ STREAMLAP_ON_BOTH std::uint64_t fill_stage(const Strides& strides, const Panel& 
     STREAMLAP_UNROLL
     for (unsigned k = 0; k < under_way; ++k) {
       const unsigned cell = first + k * lane.count;
-      const unsigned row = gathers ? cell % panel_rows : cell / Cells::columns;
-      const unsigned column = gathers ? cell / panel_rows : cell % Cells::columns;
-      if (cell >= cells || row >= part.rows || column >= part.columns) continue;
+      const unsigned row = gathers ? cell % panel_rows : cell / part.columns;
+      const unsigned column = gathers ? cell / panel_rows : cell % part.columns;
+      if (cell >= cells || row >= part.rows) continue;
       found += counted<From>(held[k], change);
       stage.cells[row][column] = made_of<From, To>(held[k], change);
     }

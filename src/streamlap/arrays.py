@@ -114,6 +114,11 @@ def row_of(tensors: list[Any]) -> _native.TensorRow | None:
     return row
 
 
+def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return what holds the memory: a tensor of the caller's may be given other memory any time."""
+    return list(map(torch.Tensor.untyped_storage, tensors))
+
+
 def row_like(
     shapes: Sequence[Sequence[int]],
     strides: Sequence[Sequence[int]],
@@ -221,7 +226,10 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     plain = tensor.detach()
     if not plain.data_ptr() and plain.numel():
-        raise UnsupportedTensor("the tensor's memory was freed: its storage has been resized to 0")
+        raise UnsupportedTensor(
+            "the tensor has no memory: its storage was freed (resized to 0), or it is a zero "
+            "that torch has only in mind"
+        )
     return plain
 
 

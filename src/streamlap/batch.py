@@ -145,8 +145,8 @@ class Batch:
     fresh: list[int] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)
     copied: list[Copied] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
-    destinations: list[torch.Tensor] = field(default_factory=list)
+    sources: list[Any] = field(default_factory=list)
+    destinations: list[Any] = field(default_factory=list)
     last_steps: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(self, index: int, copied: Copied, dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -132,7 +132,7 @@ def to_device(
     Args:
         tree: as for :func:`to_cpu`; sources on another device are copied from there. From pinned
             memory the copy engine reads directly; ordinary memory goes through slots of it, which
-            threads of our own fill.
+            threads of our own fill; many small leaves of it are packed by the calling thread.
         device: ``"cuda:1"``, ``"cuda"`` (the current one), ``"cpu"`` or a logical ``"cpu:1"``.
         out: destinations on that device, of the same tree, shapes and dtypes.
         dtype: convert to this dtype, on the destination's device.

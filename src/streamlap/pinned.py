@@ -253,21 +253,26 @@ def views_of(
     strides: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
     offsets: Sequence[int],
+    has_empty: bool,
 ) -> list[torch.Tensor]:
     """Return tensors carved out of one block, each from its offset (bytes) on.
 
-    Offsets are multiples of the elements' sizes.
+    Offsets are multiples of the elements' sizes. One without elements has memory of its own.
     """
+    room = block.nbytes
     flats = {
-        dtype: torch.frombuffer(block, dtype=dtype, count=block.nbytes // dtype.itemsize)
+        dtype: torch.frombuffer(block, dtype=dtype, count=room // dtype.itemsize)
         for dtype in set(dtypes)
+        if dtype.itemsize <= room
     }
-    if len(flats) == 1:  # no line of Python a leaf
+    if len(flats) == 1 and not has_empty:  # no line of Python a leaf
         ((dtype, flat),) = flats.items()
         size = dtype.itemsize
         return list(map(flat.as_strided, shapes, strides, [offset // size for offset in offsets]))
     return [
         flats[dtype].as_strided(shape, stride, offset // dtype.itemsize)
+        if math.prod(shape)
+        else torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         for shape, stride, dtype, offset in zip(shapes, strides, dtypes, offsets, strict=True)
     ]
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from streamlap import _native, observe
-from streamlap.arrays import Source, Sources, TreeSpec, borrowed_of, row_like, row_of
+from streamlap.arrays import (
+    Source,
+    Sources,
+    TreeSpec,
+    borrowed_of,
+    row_like,
+    row_of,
+    storages_of,
+)
 from streamlap.batch import Batch, CopiedRow, Part, submit_batch
 from streamlap.devices import (
     Place,
@@ -22,9 +30,9 @@ from streamlap.devices import (
     require_no_capture,
     streams_in_use,
 )
-from streamlap.errors import InvalidArgument
+from streamlap.errors import InvalidArgument, OutOfMemory, PoolExhausted
 from streamlap.moving import ELEMENTS
-from streamlap.pinned import pool_for, views_of
+from streamlap.pinned import PinnedPool, pool_for, views_of
 from streamlap.plan_host import producer_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
@@ -75,7 +83,7 @@ def tree_to_cpu(
         base = memory.address
     else:
         assert wanted is not None
-        memory = outs
+        memory = storages_of(outs)
         base = wanted.around()[0]
     submit = functools.partial(
         _native.submit_moves,
@@ -84,7 +92,7 @@ def tree_to_cpu(
         to_device=False,
         moves=[(plan, row.addresses, base, 0)],
         after=after,  # site: rows.after
-        keep_source=sources,  # site: rows.keep_source
+        keep_source=storages_of(sources),  # site: rows.keep_source
         keep_destination=memory,  # site: rows.keep_destination
     )
     try:
@@ -97,7 +105,8 @@ def tree_to_cpu(
     if results is None:  # made while the bytes are on their way
         dtypes = [dtype] * len(sources) if dtype is not None else list(map(_DTYPE, sources))
         strides = list(map(torch.Tensor.stride, sources))
-        results = views_of(memory, list(map(_SHAPE, sources)), strides, dtypes, plan.offsets)
+        shapes = list(map(_SHAPE, sources))
+        results = views_of(memory, shapes, strides, dtypes, plan.offsets, row.has_empty)
     copied = CopiedRow(results, part, outs is not None)
     return Transfer(copied, spec, [part], borrowed, False, nbytes=(wanted or row).nbytes)
 
@@ -122,31 +131,28 @@ def tree_to_device(
         return None
     consumer = as_stream(None, place)
     require_no_capture(consumer, "to_device()")
-    pool = pool_for(place)
     is_packed = not _in_one_storage(sources, row, True)
-    if is_packed and (
-        sources[0].is_pinned()  # each by itself: the copy engine reads them where they are
-        or row.nbytes > pool.limit // PACKED_SHARE
-        or not pool._has_room(row.nbytes, 1)
-    ):
-        return None
+    if is_packed and any(map(torch.Tensor.is_pinned, sources)):
+        return None  # that one the copy engine reads where it is, when its turn comes
     if not _can_cast(sources, dtype):
         return None
     if outs is not None and _fitting(outs, sources, row, dtype, place.index) is None:
         return None
-    memory: Any = sources
+    memory: Any
     near = row
     if is_packed:
-        packing = _plan_between(row, None, True)
-        assert packing is not None
-        memory = pool._allocate(packing.range_bytes)
-        _native.gather_now(packing, row.addresses, memory.address)
-        near = row.placed(memory.address, packing)
+        packed = _packed(row, pool_for(place))
+        if packed is None:
+            return None
+        memory, near = packed
+    else:
+        memory = storages_of(sources)
     results = outs
     if results is None:
         target = torch.device("cuda", place.index)
         results = [
-            torch.empty(leaf.shape, dtype=dtype or leaf.dtype, device=target) for leaf in sources
+            torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype or leaf.dtype, device=target)
+            for leaf in sources
         ]
         place.took_memory()
     far = _native.TensorRow.of(results)
@@ -161,7 +167,7 @@ def tree_to_device(
         moves=[(plan, far.addresses, near.around()[0], 0)],
         after=[] if consumer is None else [consumer],  # site: rows.after_consumer
         keep_source=memory,  # site: rows.keep_device_source
-        keep_destination=results,  # site: rows.keep_device_destination
+        keep_destination=storages_of(results),  # site: rows.keep_device_destination
     )
     try:
         native = observe.submitted(submit, observe.Copy(place, True, "scatter", far.nbytes))
@@ -233,6 +239,21 @@ def _in_one_storage(tensors: list[torch.Tensor], row: _native.TensorRow, pinned:
     return inside and (not pinned or tensors[0].is_pinned())
 
 
+def _packed(
+    row: _native.TensorRow, pool: PinnedPool
+) -> tuple[_native.Block, _native.TensorRow] | None:
+    """Return page-locked memory with the tensors' bytes, and them there; None: no room for that."""
+    packing = _plan_between(row, None, True)
+    if packing is None or packing.range_bytes > pool.limit // PACKED_SHARE:
+        return None
+    try:
+        memory = pool._allocate(packing.range_bytes)
+    except (PoolExhausted, OutOfMemory):
+        return None
+    _native.gather_now(packing, row.addresses, memory.address)
+    return memory, row.placed(memory.address, packing)
+
+
 def _each(
     sources: list[torch.Tensor],
     spec: TreeSpec,
@@ -251,7 +272,9 @@ def _each(
         if 0 < pinned < len(outs):
             return None
         path = "direct" if pinned else "staged"
-    batch = Batch(wanted.copies_of(row), sources=sources, destinations=outs)
+    batch = Batch(
+        wanted.copies_of(row), sources=storages_of(sources), destinations=storages_of(outs)
+    )
     batch.leaves.extend(range(len(outs)))
     part = submit_batch(batch, path, place, False, after, policy().chunk_bytes)
     borrowed = borrowed_of(sources)  # site: rows.borrow_each

@@ -25,7 +25,7 @@ from streamlap.arrays import (
     is_dense,
     is_plain,
     row_like,
-    version_of,
+    storages_of,
 )
 from streamlap.batch import Copied, CopiedRow, Counts, Part, on_stream
 from streamlap.checks import as_count, as_dtype, as_flag
@@ -102,7 +102,7 @@ class _Block:
 
     def results(self, block: _native.Block) -> list[torch.Tensor]:
         """Return the views of a block, a leaf each."""
-        return views_of(block, self.shapes, self.strides, self.dtypes, self.offsets)
+        return views_of(block, self.shapes, self.strides, self.dtypes, self.offsets, self.has_empty)
 
 
 class TreeCopy:
@@ -257,7 +257,7 @@ class _Call:
         self.block = block
         place = block.place
         self.tensors: list[torch.Tensor] = []
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[torch.UntypedStorage] = []
         self.borrowed: list[Source | Sources] = []
         self.counts: list[Counts] = []
         self.given = None if outs is None else block.own(outs)
@@ -309,7 +309,7 @@ class _Call:
                 packed = torch.empty_strided(
                     leaf.shape, leaf.stride, dtype=leaf.dtype, device=tensor.device
                 )
-                self.kept.append(tensor)  # site: tree_copy.keep_packed
+                self.kept.append(tensor.untyped_storage())  # site: tree_copy.keep_packed
                 self.tensors[position] = packed.copy_(tensor)
 
     def start(self, pool: PinnedPool, scale: float | None) -> Part:
@@ -319,7 +319,7 @@ class _Call:
             memory = pool._allocate(max(block.nbytes, 1))
             base = memory.address
         else:
-            memory = self.outs
+            memory = storages_of(self.outs)
             pairs = zip(block.leaves, self.outs, strict=True)
             base = next((out.data_ptr() - leaf.offset for leaf, out in pairs if out.numel()), 0)
         self.memory = memory
@@ -335,7 +335,7 @@ class _Call:
             moves=[(block.plan, addresses, base, counts)],
             after=self.after,  # site: tree_copy.after
             scale=scale,
-            keep_source=(self.tensors, self.kept),  # site: tree_copy.keep_source
+            keep_source=(storages_of(self.tensors), self.kept),  # site: tree_copy.keep_source
             keep_destination=(memory, self.counts),  # site: tree_copy.keep_destination
         )
         native = observe.submitted(submit, observe.Copy(place, False, "gather", block.nbytes))
@@ -372,16 +372,11 @@ def _as_scale(scale: object) -> float | None:
 
 def _source_like(given: Any, leaf: _Leaf, device: torch.device) -> Source:
     """Return the data of a call's leaf; refuse what the plan was not made for."""
-    if type(given) is torch.Tensor and given.layout is torch.strided and not given.is_nested:
-        # What is usual, at a fraction of the cost.
-        source = Source(given.detach() if given.requires_grad else given, False, version_of(given))
-    else:
-        found = as_source(given)
-        if found is None:
-            raise InvalidArgument(
-                f"leaf {leaf.index} is a {type(given).__name__}, and was a tensor in the plan"
-            )
-        source = found
+    source = as_source(given)
+    if source is None:
+        raise InvalidArgument(
+            f"leaf {leaf.index} is a {type(given).__name__}, and was a tensor in the plan"
+        )
     tensor = source.tensor
     if tensor.shape == leaf.shape and tensor.dtype == leaf.dtype and tensor.device == device:
         return source
@@ -412,8 +407,7 @@ def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
         if base is not None:
             found, filled = outs, outs[0]
     for leaf, out in zip(block.leaves, outs if not found else (), strict=not found):
-        if type(out) is not torch.Tensor or out.requires_grad:
-            out = as_destination(out, f"out[{leaf.index}]")
+        out = as_destination(out, f"out[{leaf.index}]")
         fits = out.shape == leaf.shape and out.dtype == leaf.wanted and out.device.type == "cpu"
         if not (fits and _lies_as(out, leaf)):
             raise InvalidArgument(
