@@ -125,6 +125,7 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   }
   for (const CopyItem& item : request.items) {
     if (!request.moves.empty()) break;  // they have been looked at
+    if (item.body) continue;            // it knows where from and where to
     if (item.bytes != 0 && (item.src == nullptr || item.dst == nullptr)) {
       throw Error(ErrorKind::invalid_argument, "a copy from or to memory that was freed");
     }
