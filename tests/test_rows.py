@@ -270,6 +270,15 @@ def test_leaves_are_cast_into_new_memory_and_into_the_same(where, quick, wanted)
         to_cpu(tree, out=out, dtype=torch.float64)
 
 
+def test_a_cast_that_no_row_describes_goes_the_general_way(where, quick, monkeypatch):
+    tree = [random_numbers(9, where=where) for _ in range(10)]
+    monkeypatch.setattr(rows, "row_like", lambda *_args: None)
+    result = to_cpu(tree, dtype=torch.bfloat16).result()
+    assert quick == [False]
+    for leaf, got in zip(tree, result, strict=True):
+        assert np.array_equal(bits_of(got), expected_bits(leaf.cpu(), torch.bfloat16))
+
+
 def test_parameters_are_copied_without_their_history(where, quick):
     tree = [torch.nn.Parameter(random_numbers(9, where=where)) for _ in range(10)]
     tree += [torch.nn.Parameter(random_numbers(9, where=where), requires_grad=False)]

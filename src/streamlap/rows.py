@@ -74,6 +74,8 @@ def tree_to_cpu(
     elif dtype is not None:
         shapes, strides = list(map(_SHAPE, sources)), list(map(torch.Tensor.stride, sources))
         wanted = row_like(shapes, strides, [dtype] * len(sources), -1)
+        if wanted is None:  # else it would be taken for a copy without a cast
+            return None
     plan = _plan_between(row, wanted, True)
     if plan is None:
         return None
