@@ -232,26 +232,27 @@ STREAMLAP_ON_BOTH void empty_stage(const Strides& strides, const Panel& part, bo
     }
     return;
   }
-  // Each row in pieces: what lies before the first address that 16 divides, then 16 bytes each, the
-  // last of them perhaps less.
+  // Each row in as many pieces as a warp has lanes: 16 bytes each from the first address that 16
+  // divides. What lies before that, and what is left at the end, falls to the last piece.
   constexpr unsigned wide = 16 / sizeof(Out);
-  constexpr unsigned pieces = panel_bytes / 16 + 1;
+  constexpr unsigned pieces = panel_bytes / 16;
   for (unsigned cell = lane.index; cell < part.rows * pieces; cell += lane.count) {
     const unsigned row = cell / pieces;
     const unsigned piece = cell % pieces;
+    const Out* cells = stage.cells[row];
     std::byte* begin = strides.near + (part.near + row * strides.near_step) * sizeof(Out);
-    const unsigned before = (16 - misalignment(begin, 16)) % 16 / sizeof(Out);
-    const unsigned first = piece == 0 ? 0 : before + (piece - 1) * wide;
-    const unsigned whole = piece == 0 ? before : wide;
-    if (first >= part.columns) continue;
-    const unsigned count = part.columns - first < whole ? part.columns - first : whole;
-    if (count == wide) {
-      store<Quad>(begin + first * sizeof(Out), quad_of(&stage.cells[row][first]));
+    const auto one_by_one = [&](unsigned from, unsigned to) {
+      for (unsigned i = from; i < to; ++i) store<Out>(begin + i * sizeof(Out), cells[i]);
+    };
+    const unsigned odd = (16 - misalignment(begin, 16)) % 16 / sizeof(Out);
+    const unsigned before = odd < part.columns ? odd : part.columns;
+    const unsigned first = before + piece * wide;
+    if (first + wide <= part.columns) {
+      store<Quad>(begin + first * sizeof(Out), quad_of(cells + first));
     } else {
-      for (unsigned i = 0; i < count; ++i) {
-        store<Out>(begin + (first + i) * sizeof(Out), stage.cells[row][first + i]);
-      }
+      one_by_one(first, part.columns);
     }
+    if (piece == pieces - 1) one_by_one(0, before);
   }
 }
 
