@@ -49,7 +49,7 @@ class PipelinedRun(Way):
 class PlanCall(Way):
     """One call of a ``Pipeline``: a graph that was captured when it was made."""
 
-    def __init__(self, job: Job, compute_streams: int) -> None:
+    def __init__(self, job: Job, compute_streams: int | None) -> None:
         self.job = job
         self.plan = streamlap.Pipeline(
             like=job.x, n=job.n, graph=True, compute_streams=compute_streams

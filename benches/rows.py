@@ -83,6 +83,7 @@ class Table:
         count: items, for the time of each.
         warmups: rounds that are not counted.
         rounds: None: as asked for.
+        calls: so many in each round, for what takes microseconds: a round's time is their median.
     """
 
     rows: list[Row]
@@ -95,6 +96,7 @@ class Table:
     count: int | None = None
     warmups: int = 2
     rounds: int | None = None
+    calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
 
 

@@ -21,6 +21,7 @@ ABOUT = (
 NOT_ON_CPU = ""
 
 KIB = 1 << 10
+CALLS = 50
 
 
 def _rows(tensors: list[torch.Tensor], on_gpu: bool) -> list[Row]:
@@ -68,6 +69,7 @@ def plan(setting: Setting) -> list[Planned]:
             sources.change,
             sources.expected,
             count=1,
+            calls=1 if setting.quick else CALLS,
             settings={"tensors": 1, "bytes_each": 64 * KIB},
         )
 

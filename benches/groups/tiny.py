@@ -22,7 +22,7 @@ ABOUT = (
 NOT_ON_CPU = "its cost is that of CUDA calls"
 
 SIZES = (256, 1024)
-STREAMS = 4
+CALLS = 10
 
 
 def _rows(job: Job) -> list[Row]:
@@ -32,8 +32,8 @@ def _rows(job: Job) -> list[Row]:
         Row("CuPy by hand", lambda: CuPyByHand(job)),
         Row("captured graph by hand", lambda: GraphByHand(job)),
         Row("pipelined_run", lambda: PipelinedRun([job]), "ours"),
-        Row("Pipeline", lambda: PlanCall(job, 1), "ours"),
-        Row(f"Pipeline, {STREAMS} compute streams", lambda: PlanCall(job, STREAMS), "ours"),
+        Row("Pipeline", lambda: PlanCall(job, None), "ours"),
+        Row("Pipeline, one compute stream", lambda: PlanCall(job, 1), "ours"),
     ]
 
 
@@ -49,6 +49,7 @@ def plan(setting: Setting) -> list[Planned]:
             job.expected,
             nbytes=job.nbytes,
             count=n,
+            calls=1 if setting.quick else CALLS,
             settings={"size": size, "n": n, "dtype": dtype},
         )
 

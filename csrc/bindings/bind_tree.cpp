@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "bindings/tensor_row.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
+#include "transfer/stripes.h"
 #include "transfer/tree_plan.h"
 
 namespace streamlap::bindings {
@@ -125,14 +127,27 @@ void gather_now(const TreePlan& plan, const Addresses& addresses, std::uintptr_t
 using PyMove = std::tuple<std::shared_ptr<TreePlan>, std::shared_ptr<Addresses>, std::uintptr_t,
                           std::uintptr_t>;
 
-void add_to(TransferRequest& request, const PyMove& given, std::optional<float> scale) {
+// Device memory of the size of a gather's range, through which it goes, the blocks that pack, and
+// the bytes of the longest copy.
+using PyScratch = std::tuple<std::uintptr_t, unsigned, std::size_t>;
+
+void add_to(TransferRequest& request, const PyMove& given, std::optional<float> scale,
+            const std::optional<PyScratch>& scratch) {
   const auto& [plan, addresses, base_address, counts] = given;
   auto* base = reinterpret_cast<std::byte*>(base_address);
   std::vector<void*> far;
   far.reserve(addresses->size());
   for (std::uintptr_t address : *addresses) far.push_back(reinterpret_cast<void*>(address));
-  for (auto& move : plan->bind(far, base, reinterpret_cast<std::uint64_t*>(counts), scale)) {
-    request.moves.push_back(std::move(move));
+  void* range = scratch ? reinterpret_cast<void*>(std::get<0>(*scratch)) : base;
+  for (auto& move : plan->bind(far, range, reinterpret_cast<std::uint64_t*>(counts), scale)) {
+    if (scratch) {
+      Stripes stripes = stripes_of(*move, base, std::get<1>(*scratch));
+      std::move(stripes.moves.begin(), stripes.moves.end(), std::back_inserter(request.moves));
+      request.landings.insert(request.landings.end(), stripes.landings.begin(),
+                              stripes.landings.end());
+    } else {
+      request.moves.push_back(std::move(move));
+    }
   }
   const bool gathers = plan->options().way == Way::gather;
   for (std::size_t leaf = 0; leaf < plan->size(); ++leaf) {
@@ -177,13 +192,17 @@ std::unique_ptr<PyTransfer> submit_moves(const std::shared_ptr<CopyEngine>& engi
                                          const std::vector<const PyStream*>& after,
                                          std::optional<float> scale, const py::object& keep_source,
                                          const py::object& keep_destination, bool timed,
-                                         bool traced) {
+                                         bool traced, const std::optional<PyScratch>& scratch) {
+  if (scratch && (given.size() != 1 || std::get<0>(given[0])->move_count() != 1)) {
+    throw Error(ErrorKind::invalid_argument, "one move goes through scratch memory at a time");
+  }
   TransferRequest request =
       request_for(*engine, device, to_device, after, keep_source, keep_destination);
   request.timed = timed;
   request.traced = traced;
+  if (scratch) request.policy.chunk_bytes = std::get<2>(*scratch);
   return submitted(engine, std::move(request), [&](TransferRequest& filled) {
-    for (const PyMove& move : given) add_to(filled, move, scale);
+    for (const PyMove& move : given) add_to(filled, move, scale, scratch);
   });
 }
 
@@ -222,7 +241,8 @@ void bind_tree(py::module_& module) {
                   py::arg("gathers"), py::arg("blocks"), py::arg("cast_blocks"), py::arg("threads"))
       .def_property_readonly("offsets", &TreePlan::offsets)
       .def_property_readonly("range_bytes", &TreePlan::range_bytes)
-      .def_property_readonly("counts", &TreePlan::counts);
+      .def_property_readonly("counts", &TreePlan::counts)
+      .def_property_readonly("move_count", &TreePlan::move_count);
   module.def("gather_now", &gather_now);
   module.def("submit_checksum", &submit_checksum, py::arg("engine"), py::kw_only(),
              py::arg("device"), py::arg("data"), py::arg("nbytes"), py::arg("sums"),
@@ -233,7 +253,7 @@ void bind_tree(py::module_& module) {
   module.def("submit_moves", &submit_moves, py::arg("engine"), py::kw_only(), py::arg("device"),
              py::arg("to_device"), py::arg("moves"), py::arg("after"),
              py::arg("scale") = py::none(), py::arg("keep_source"), py::arg("keep_destination"),
-             py::arg("timed") = true, py::arg("traced") = false);
+             py::arg("timed") = true, py::arg("traced") = false, py::arg("scratch") = py::none());
 }
 
 }  // namespace streamlap::bindings

@@ -22,15 +22,16 @@ struct Piece {
 };
 static_assert(sizeof(Piece) == 32);
 
-// Bytes of a tile on the side where it has more: what 512 threads with four reads in flight take.
-inline constexpr unsigned tile_bytes = 32 << 10;
+// Bytes of a tile on the side where it has more. A warp takes one at a time: so small pieces, too,
+// keep all warps of a block busy, and a warp reads four times 512 bytes before it writes.
+inline constexpr unsigned tile_bytes = 4 << 10;
 
 constexpr STREAMLAP_ON_BOTH std::uint64_t elements_of_tile(std::size_t from_bytes,
                                                            std::size_t to_bytes) {
   return tile_bytes / (from_bytes > to_bytes ? from_bytes : to_bytes);
 }
 
-// The piece that `tile` is of, if it is none before `from`. Blocks take tiles in rising order, a
+// The piece that `tile` is of, if it is none before `from`. Warps take tiles in rising order, a
 // few apart: so this looks nearby first, twice as far each time, and then halves.
 STREAMLAP_ON_BOTH std::uint32_t piece_of(const Piece* pieces, std::uint32_t count,
                                          std::uint32_t tile, std::uint32_t from) {

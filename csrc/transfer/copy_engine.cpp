@@ -1,5 +1,6 @@
 #include "transfer/copy_engine.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "base/process.h"
@@ -11,6 +12,9 @@ namespace {
 constexpr Site site_ready{"engine.record_ready"};
 constexpr Site site_after{"engine.copy_after_producer"};
 constexpr Site site_after_host{"engine.late_copy_after_producer"};
+constexpr Site site_pack_after{"engine.pack_after_producer"};
+constexpr Site site_packed{"engine.record_packed"};
+constexpr Site site_after_pack{"engine.copy_after_pack"};
 constexpr Site site_begin{"engine.record_begin"};
 constexpr Site site_mark{"engine.record_mark"};
 constexpr Site site_end{"engine.record_end"};
@@ -50,7 +54,7 @@ ChunkPlan CopyEngine::plan_for(const TransferRequest& request, std::size_t slot_
                      request.staged ? Staging::policy_for(request, slot_bytes) : request.policy);
 }
 
-CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
+CopyEngine::Lane& CopyEngine::lane(int device, Direction direction, bool packs) {
   OrderLock lock(*runtime_, mutex_, site_lock_lanes);
   auto& slot = lanes_[{device, direction}];
   if (!slot) {
@@ -64,6 +68,7 @@ CopyEngine::Lane& CopyEngine::lane(int device, Direction direction) {
   };
   make(slot->copy, StreamKind::copy, true);
   make(slot->host, StreamKind::host, false);
+  if (packs) make(slot->pack, StreamKind::compute, true);
   return *slot;
 }
 
@@ -144,7 +149,11 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
       if (!item.body) transfer->results_.emplace_back(item.dst, item.bytes);
     }
   }
-  Lane& lane = this->lane(request.device, request.direction);
+  const bool packs = !request.landings.empty();
+  if (packs && (request.landings.size() != request.moves.size() || request.staged)) {
+    throw Error(ErrorKind::invalid_argument, "each move that packs has one landing");
+  }
+  Lane& lane = this->lane(request.device, request.direction, packs);
   const int device = request.device;
   const std::shared_ptr<void> held = runtime_->hold_device(device);
   if (request.timed) transfer->begin_ = runtime_->event_create(device, true);
@@ -159,7 +168,8 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
   transfer->waits_on_host_ = request.finish || staged_out;
   transfer->reads_on_host_ = request.staged && !staged_out;
   transfer->open_ended_ = request.open_ended;
-  transfer->read_ = request.staged ? runtime_->event_create(device) : transfer->copied_;
+  const bool read_early = request.staged || packs;
+  transfer->read_ = read_early ? runtime_->event_create(device) : transfer->copied_;
   transfer->whole_only_ = request.finish || request.open_ended;
 
   const std::vector<EventPtr> ready = record_ready(request);
@@ -171,10 +181,13 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
       issue_late(transfer, std::move(request), lane, ready, options);
     } else {
       for (const EventPtr& event : ready) runtime_->stream_wait(lane.copy, *event, site_after);
+      for (const EventPtr& event : ready) {
+        if (packs) runtime_->stream_wait(lane.pack, *event, site_pack_after);
+      }
       issue_now(*transfer, request, lane);
     }
   } catch (...) {
-    end_failed(*transfer, lane, late);
+    end_failed(*transfer, lane, late, packs);
     if (!dropped(site_keep_failed)) abandon(transfer);
     throw;
   }
@@ -182,8 +195,9 @@ std::shared_ptr<Transfer> CopyEngine::submit(TransferRequest request) {
 }
 
 // Some copies may be under way, and the last step may have been enqueued.
-void CopyEngine::end_failed(Transfer& transfer, Lane& lane, bool late) noexcept {
+void CopyEngine::end_failed(Transfer& transfer, Lane& lane, bool late, bool packs) noexcept {
   if (!late) cut_off(transfer, lane.copy);
+  if (packs) cut_off(transfer, lane.pack);
   if (late || transfer.waits_on_host_) cut_off(transfer, lane.host);
 }
 
@@ -196,11 +210,37 @@ void CopyEngine::cut_off(Transfer& transfer, StreamRef stream) noexcept {
   }
 }
 
-void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, StreamRef stream) {
+// The copy engine takes what one move has packed while the next is packed.
+void CopyEngine::issue_landings(Transfer& transfer, const TransferRequest& request,
+                                const Lane& lane) {
   Runtime& runtime = *transfer.runtime_;
+  for (std::size_t i = 0; i < request.moves.size(); ++i) {
+    runtime.move(request.moves[i], lane.pack);
+    // After the last of them the source has been read.
+    const bool last = i + 1 == request.moves.size();
+    const EventPtr packed = last ? transfer.read_ : runtime.event_create(request.device);
+    runtime.event_record(*packed, lane.pack, site_packed);
+    runtime.stream_wait(lane.copy, *packed, site_after_pack);
+    const Landing& landing = request.landings[i];
+    for (std::size_t at = 0; at < landing.bytes; at += request.policy.chunk_bytes) {
+      runtime.copy_async(static_cast<std::byte*>(landing.dst) + at,
+                         static_cast<const std::byte*>(landing.src) + at,
+                         std::min(request.policy.chunk_bytes, landing.bytes - at), lane.copy);
+    }
+  }
+  runtime.stream_reset_error(lane.pack);
+}
+
+void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, const Lane& lane) {
+  Runtime& runtime = *transfer.runtime_;
+  const StreamRef stream = lane.copy;
   if (transfer.begin_) runtime.event_record(*transfer.begin_, stream, site_begin);
   const ChunkPlan& plan = transfer.plan_;
-  for (const moves::MovePtr& move : request.moves) runtime.move(move, stream);
+  if (request.landings.empty()) {
+    for (const moves::MovePtr& move : request.moves) runtime.move(move, stream);
+  } else {
+    issue_landings(transfer, request, lane);
+  }
   for (std::size_t i = 0; i < plan.chunks.size(); ++i) {
     const Chunk& chunk = plan.chunks[i];
     const CopyItem& item = request.items[chunk.leaf];
@@ -220,7 +260,7 @@ void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, Strea
 }
 
 void CopyEngine::issue_now(Transfer& transfer, TransferRequest& request, Lane& lane) {
-  issue(transfer, request, lane.copy);
+  issue(transfer, request, lane);
   if (request.finish) {
     runtime_->stream_wait(lane.host, *transfer.copied_, site_finish_after);
     runtime_->launch(std::move(request.finish), lane.host);

@@ -54,18 +54,20 @@ class CopyEngine {
   struct Lane {
     StreamRef copy;
     StreamRef host;  // last steps, and the issue of staged copies
+    StreamRef pack;  // moves into device memory; made when there is one
     std::shared_ptr<Staging> staging;
     std::mutex order;  // one transfer's calls are issued together
   };
 
-  Lane& lane(int device, Direction direction);
+  Lane& lane(int device, Direction direction, bool packs = false);
   std::vector<std::shared_ptr<Staging>> stagings() const;
   static ChunkPlan plan_for(const TransferRequest& request, std::size_t slot_bytes);
-  static void issue(Transfer& transfer, const TransferRequest& request, StreamRef stream);
+  static void issue(Transfer& transfer, const TransferRequest& request, const Lane& lane);
+  static void issue_landings(Transfer& transfer, const TransferRequest& request, const Lane& lane);
   void issue_now(Transfer& transfer, TransferRequest& request, Lane& lane);
   void issue_late(const std::shared_ptr<Transfer>& transfer, TransferRequest request, Lane& lane,
                   const std::vector<EventPtr>& ready, const StagingOptions& options);
-  void end_failed(Transfer& transfer, Lane& lane, bool late) noexcept;
+  void end_failed(Transfer& transfer, Lane& lane, bool late, bool packs) noexcept;
   static std::shared_ptr<Transfer> pop(std::shared_ptr<Transfer>& list) noexcept;
   static void push(std::shared_ptr<Transfer>& list, std::shared_ptr<Transfer> item) noexcept;
   // What still holds its ends, be it in another thread's call of this; and whether any of it ever

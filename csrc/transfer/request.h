@@ -25,12 +25,22 @@ struct CopyItem {
   bool fresh = false;
 };
 
+// Bytes of device memory that a move has written, and where they go.
+struct Landing {
+  void* dst = nullptr;
+  const void* src = nullptr;
+  std::size_t bytes = 0;
+};
+
 struct TransferRequest {
   int device = 0;
   Direction direction = Direction::to_host;
   std::vector<CopyItem> items;
   // Where there are any, they do what the items say, all at once: these are then destinations only.
   std::vector<moves::MovePtr> moves;
+  // Where there are any, one for each move: it writes device memory, on a stream of its own, and
+  // what it wrote is copied from there as soon as it is done: see stripes.h.
+  std::vector<Landing> landings;
   // The copies start after what these streams have been given so far: the source's producer, and
   // whoever used the destination before.
   std::vector<StreamRef> after;

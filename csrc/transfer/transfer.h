@@ -82,7 +82,7 @@ class Transfer {
 
   // For an abandoned transfer: both ends also live until `stream` has passed what it has by now.
   void also_after(StreamRef stream);
-  // The same of a stream of the engine's, for a transfer whose issue failed; two at most.
+  // The same of a stream of the engine's, for a transfer whose issue failed; three at most.
   void outlive(StreamRef stream) noexcept;
   // Never lets go: there is no telling what still uses the ends.
   void keep_for_ever() noexcept;
@@ -123,7 +123,7 @@ class Transfer {
   std::atomic<bool> done_{false};
   std::atomic<bool> kept_for_ever_{false};
   std::vector<EventPtr> also_after_;
-  std::array<StreamRef, 2> owed_;  // of outlive(): not recorded yet
+  std::array<StreamRef, 3> owed_;  // of outlive(): not recorded yet
   std::size_t owed_count_ = 0;
   std::shared_ptr<Transfer> next_;  // in the engine's list, guarded by its lock
   std::mutex mutex_;                // guards the two below

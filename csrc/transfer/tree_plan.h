@@ -47,6 +47,8 @@ class TreePlan {
   // A leaf's bytes in the one range, and on the other side.
   std::size_t near_bytes(std::size_t leaf) const;
   std::size_t far_bytes(std::size_t leaf) const;
+  // How many moves one time takes.
+  std::size_t move_count() const noexcept { return groups_.size(); }
   // How many numbers a count of non-finite elements needs: see moves::Move::counts.
   std::size_t counts() const noexcept;
 

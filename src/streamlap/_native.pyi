@@ -206,6 +206,8 @@ class TreePlan:
         threads: int,
     ) -> TreePlan: ...
     @property
+    def move_count(self) -> int: ...
+    @property
     def offsets(self) -> list[int]: ...
     @property
     def range_bytes(self) -> int: ...
@@ -239,6 +241,7 @@ def submit_moves(
     keep_destination: Any,
     timed: bool = True,
     traced: bool = False,
+    scratch: tuple[int, int, int] | None = None,
 ) -> Transfer: ...
 def copy_out(
     engine: Engine,

@@ -20,6 +20,7 @@ from streamlap.devices import Place
 from streamlap.errors import UnsupportedTensor
 from streamlap.pinned import PinnedPool, pool_for
 from streamlap.policy import policy
+from streamlap.scratch import scratch_for
 
 ELEMENTS = {
     torch.float32: "float32",
@@ -255,7 +256,12 @@ class Moving:
             moves.append((first, _native.Addresses([far.data_ptr() for _near, far in sides])))
         addresses, self.counts = counts_for(plans, place, pool)
         every = [leaf for group in self.groups for leaf in group.leaves]
-        keep = [leaf.dst for leaf in every], self.counts
+        # Between several leaves may be bytes that are not this transfer's.
+        scratch = None
+        if len(every) == 1 and self.groups[0].gathers and not to_device:
+            after = list(after)
+            scratch = scratch_for(place, plans[0], after)
+        keep = [leaf.dst for leaf in every], self.counts, scratch
         submit = functools.partial(
             _native.submit_moves,
             place.engine,
@@ -268,6 +274,7 @@ class Moving:
             after=after,  # site: moving.after
             keep_source=[*(leaf.src for leaf in every), *kept],  # site: moving.keep_source
             keep_destination=keep,  # site: moving.keep_destination
+            scratch=None if scratch is None else scratch.given,
         )
         path = "gather" if self.groups[0].gathers else "scatter"
         if all(leaf.layout is not None for leaf in every):

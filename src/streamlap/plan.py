@@ -29,6 +29,10 @@ from streamlap.uncompiled import uncompiled
 _running: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("running", default=())
 
 
+PRODUCT_STREAMS = 4
+"""Products of 256x256 fill an eighth of an H200."""
+
+
 class Pipeline:
     """:func:`pipelined_run`, prepared: ``plan(x)`` gives ``n`` results ``fn(x)`` on the host.
 
@@ -43,8 +47,8 @@ class Pipeline:
             on a device with DLPack. For a graph its content is what preparation computes with.
         n: how many results.
         compute_streams: on how many streams the calls of ``fn`` in a graph take turns, for items
-            that do not fill the GPU; they must not depend on one another then. Outside of a graph
-            there is always one.
+            that do not fill the GPU; they must not depend on one another then. None: 4 for
+            products, 1 for an ``fn``. Outside of a graph there is always one.
         graph: None: a graph on a GPU if an item has at most ``policy().graph_item_bytes`` and all
             of them at most 256 MiB, and if ``fn`` can be captured. True: a graph, or an error.
             False: none.
@@ -85,7 +89,7 @@ class Pipeline:
         like: Any = None,
         n: int = 50,
         *,
-        compute_streams: int = 1,
+        compute_streams: int | None = None,
         graph: bool | None = None,
         depth: int | None = None,
         dtype: torch.dtype | None = None,
@@ -95,7 +99,9 @@ class Pipeline:
         self.n = as_count(n, "n")
         self._depth = as_depth(depth)
         self._dtype = as_dtype(dtype)
-        streams = as_count(compute_streams, "compute_streams", 1)
+        streams = PRODUCT_STREAMS if fn is None and graph is not False else 1
+        if compute_streams is not None:
+            streams = as_count(compute_streams, "compute_streams", 1)
         if streams > MOST_STREAMS:
             raise InvalidArgument(f"compute_streams must be at most {MOST_STREAMS}, not {streams}")
         graph = None if graph is None else as_flag(graph, "graph")

@@ -44,6 +44,10 @@ class Policy:
         strided_blocks: the same where elements lie apart.
         scatter_blocks: the same where the kernel reads host memory: more reads must be under way.
         move_threads: threads of a block.
+        scratch_bytes: device memory, at most, through which such kernels and casts go to the host:
+            they pack into it, and a copy engine takes it from there; 0: they write there
+            themselves.
+        pack_blocks: blocks of a kernel that packs.
         tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
         graph_item_bytes: a plan of items up to this size is captured as a graph unasked; 0: none
             is. Issuing an item from Python costs about as long as copying 2 MiB (30 to 40 us at 55
@@ -66,6 +70,8 @@ class Policy:
     strided_blocks: int = 32
     scatter_blocks: int = 16
     move_threads: int = 512
+    scratch_bytes: int = 256 * MIB
+    pack_blocks: int = 264
     tiny_item_bytes: int = MIB
     graph_item_bytes: int = 2 * MIB
     panels: int | str = "auto"
@@ -162,6 +168,8 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "cast_blocks": _number(1, _MOST_BLOCKS),
     "strided_blocks": _number(1, _MOST_BLOCKS),
     "scatter_blocks": _number(1, _MOST_BLOCKS),
+    "pack_blocks": _number(1, _MOST_BLOCKS),
+    "scratch_bytes": _size(0),
     "move_threads": _threads,
     "tiny_item_bytes": _size(0),
     "graph_item_bytes": _size(0),

@@ -35,6 +35,7 @@ from streamlap.moving import ELEMENTS
 from streamlap.pinned import PinnedPool, pool_for, views_of
 from streamlap.plan_host import producer_of
 from streamlap.policy import policy
+from streamlap.scratch import scratch_for
 from streamlap.transfer import Transfer
 
 _USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -87,6 +88,10 @@ def tree_to_cpu(
         assert wanted is not None
         memory = storages_of(outs)
         base = wanted.around()[0]
+    scratch = None
+    if outs is None or (wanted is not None and wanted.nbytes == plan.range_bytes):
+        # Else something that is not this transfer's may lie between the leaves.
+        scratch = scratch_for(place, plan, after)
     submit = functools.partial(
         _native.submit_moves,
         place.engine,
@@ -95,7 +100,8 @@ def tree_to_cpu(
         moves=[(plan, row.addresses, base, 0)],
         after=after,  # site: rows.after
         keep_source=storages_of(sources),  # site: rows.keep_source
-        keep_destination=memory,  # site: rows.keep_destination
+        keep_destination=(memory, scratch),  # site: rows.keep_destination
+        scratch=None if scratch is None else scratch.given,
     )
     try:
         native = observe.submitted(submit, observe.Copy(place, False, "gather", row.nbytes))

@@ -34,6 +34,7 @@ from streamlap.errors import InvalidArgument, InvalidType, UnsupportedTensor
 from streamlap.moving import Change, check_counted, counts_for, new_plan
 from streamlap.pinned import PinnedPool, as_pool, pool_for, views_of
 from streamlap.plan_host import producer_of
+from streamlap.scratch import scratch_for
 from streamlap.transfer import Transfer
 from streamlap.uncompiled import uncompiled
 
@@ -327,6 +328,10 @@ class _Call:
         if addresses is None:
             addresses = _native.Addresses(list(map(_data_ptr, self.tensors)))
         (counts,), self.counts = counts_for([block.plan], place, pool)
+        scratch = None
+        if self.outs is None or block.nbytes == block.result_bytes:
+            # Else something that is not this transfer's may lie between the leaves.
+            scratch = scratch_for(place, block.plan, self.after)
         submit = functools.partial(
             _native.submit_moves,
             place.engine,
@@ -336,7 +341,8 @@ class _Call:
             after=self.after,  # site: tree_copy.after
             scale=scale,
             keep_source=(storages_of(self.tensors), self.kept),  # site: tree_copy.keep_source
-            keep_destination=(memory, self.counts),  # site: tree_copy.keep_destination
+            keep_destination=(memory, self.counts, scratch),  # site: tree_copy.keep_destination
+            scratch=None if scratch is None else scratch.given,
         )
         native = observe.submitted(submit, observe.Copy(place, False, "gather", block.nbytes))
         return Part(native, place, "gather", block.indices, place.is_cuda, place, self.of_cupy)

@@ -15,6 +15,7 @@
 #include "lab.h"
 #include "transfer/copy_engine.h"
 #include "transfer/pinned_pool.h"
+#include "transfer/stripes.h"
 #include "transfer/tree_plan.h"
 
 using namespace streamlap;
@@ -265,6 +266,30 @@ void gather(World& w) {
     for (std::size_t i = 0; i < plan.near_bytes(leaf); ++i) w.right(data[i] == 1);
   }
   transfer.wait();
+}
+
+// By way of device memory.
+void through_scratch(World& w) {
+  const TreePlan plan({{moves::Element::bytes, moves::Element::bytes, size}}, {});
+  auto source = w.source(1, size);
+  auto out = w.lab.pinned(size);
+  auto scratch = std::make_shared<DeviceBytes>(w.plain, size);
+  w.lab.kept_device.push_back(scratch);
+  const std::vector<void*> far = {source->data()};
+  Stripes stripes = stripes_of(*plan.bind(far, scratch->data(), nullptr)[0],
+                               reinterpret_cast<std::byte*>(out->data()), 4);
+  TransferRequest request;
+  request.after = {w.producer};
+  request.items = {{out->data(), source->data(), size, 1, nullptr}};
+  request.moves = stripes.moves;
+  request.landings = stripes.landings;
+  request.policy.chunk_bytes = size / 2;
+  request.keep_source = w.keep(source);
+  request.keep_destination = w.keep(out);
+  Held transfer(w, std::move(request));
+  w.wait([&](auto slice) { return transfer->source_sync_for(slice); });
+  transfer.wait();
+  w.right(out->holds(1));
 }
 
 // Through the ring to the device. The source may be written to once it has been read.
@@ -530,6 +555,7 @@ const std::vector<Program> programs = {
     {"chunks", chunks},
     {"tree", tree},
     {"gather", gather},
+    {"through scratch memory", through_scratch},
     {"late", late},
     {"finish", finish},
     {"open_ended", open_ended},
@@ -813,13 +839,16 @@ void report(const char* where, const Counts& counts) {
 
 // Every ordering call of csrc/transfer; tests/test_faults.py compares.
 const std::set<std::string> all_sites = {
+    "engine.copy_after_pack",
     "engine.copy_after_producer",
     "engine.finish_after_copies",
     "engine.late_copy_after_producer",
+    "engine.pack_after_producer",
     "engine.record_begin",
     "engine.record_end",
     "engine.record_issued",
     "engine.record_mark",
+    "engine.record_packed",
     "engine.record_ready",
     "pool.record_use",
     "staging.arrival_after_dma",

@@ -367,7 +367,7 @@ TEST(a_huge_piece_among_small_ones_is_shared_by_all_blocks) {
       of_block[block] += piece == 40;
     }
   }
-  for (auto [block, tiles] : of_block) CHECK_EQ(tiles, 512);
+  for (auto [block, tiles] : of_block) CHECK_EQ(tiles, (64 << 20) / moves::tile_bytes / 4);
 }
 
 // ---- what is refused

@@ -6,6 +6,7 @@
 #include "lab.h"
 #include "transfer/copy_engine.h"
 #include "transfer/pinned_pool.h"
+#include "transfer/stripes.h"
 #include "transfer/tree_plan.h"
 
 using namespace streamlap;
@@ -284,6 +285,26 @@ PAIR(a_late_transfer_and_its_producer) {
   if (!racy) request.after = {producer};
   auto transfer = engine.submit(std::move(request));
   CHECK(transfer->sync_for(patience));
+}
+
+PAIR(a_transfer_through_scratch_memory_and_its_producer) {
+  CopyEngine engine(lab.runtime);
+  auto data = lab.device(size);
+  auto scratch = lab.device(size);
+  auto out = lab.pinned(size);
+  StreamRef producer = lab.compute();
+  lab.produce(producer, data->data(), 1, size);
+  TransferRequest request = request_of(out, data);
+  const TreePlan plan({{moves::Element::bytes, moves::Element::bytes, size}}, {});
+  const std::vector<void*> far = {data->data()};
+  Stripes stripes = stripes_of(*plan.bind(far, scratch->data(), nullptr)[0],
+                               reinterpret_cast<std::byte*>(out->data()), 4);
+  request.moves = stripes.moves;
+  request.landings = stripes.landings;
+  if (!racy) request.after = {producer};
+  auto transfer = engine.submit(std::move(request));
+  CHECK(transfer->sync_for(patience));
+  CHECK(out->holds(1));
 }
 
 TEST(reads_do_not_race_with_reads) {

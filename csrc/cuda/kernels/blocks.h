@@ -19,6 +19,8 @@ cudaError_t load(Kernels... kernels) {
   return status;
 }
 
+inline constexpr unsigned warp_lanes = 32;
+
 __device__ __forceinline__ moves::Lane this_lane() { return {threadIdx.x, blockDim.x}; }
 
 // The sum over a block, in its first thread. Every thread of the block calls it.

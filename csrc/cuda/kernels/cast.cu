@@ -10,9 +10,9 @@ template <class From, class To, class TableType>
 __global__ void __launch_bounds__(moves::most_threads)
     cast(const __grid_constant__ TableType table) {
   std::uint64_t found = 0;
-  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile) {
-    found += moves::change_tile<From, To>(piece, tile, table.base, table.gathers, table.change,
-                                          this_lane());
+  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile, moves::Lane lane) {
+    found +=
+        moves::change_tile<From, To>(piece, tile, table.base, table.gathers, table.change, lane);
   });
   if (table.change.counts) add_up(found, table.counts, table.adds);
 }
@@ -24,9 +24,9 @@ cudaError_t launch_cast(const moves::Move& move, std::byte* base, std::uint64_t*
   return moves::with_types(move, [&]<class From, class To>() {
     return launch_all(move, base, counts, [&](const auto& table) {
       using TableType = std::remove_cvref_t<decltype(table)>;
-      const bool fewer = !move.change.counts && table.tiles < move.grid.blocks;
-      cast<From, To, TableType>
-          <<<fewer ? table.tiles : move.grid.blocks, move.grid.threads, 0, stream>>>(table);
+      const unsigned blocks =
+          move.change.counts ? move.grid.blocks : blocks_with_tiles(move.grid, table);
+      cast<From, To, TableType><<<blocks, move.grid.threads, 0, stream>>>(table);
     });
   });
 }

@@ -9,8 +9,8 @@ template <class TableType>
 __global__ void __launch_bounds__(moves::most_threads)
     checksum(const __grid_constant__ TableType table) {
   std::uint64_t sum = 0;
-  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile) {
-    sum += moves::sum_tile(piece, tile, this_lane());
+  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile, moves::Lane lane) {
+    sum += moves::sum_tile(piece, tile, lane);
   });
   add_up(sum, table.counts, table.adds);
 }

@@ -8,8 +8,8 @@ namespace {
 template <class TableType>
 __global__ void __launch_bounds__(moves::most_threads)
     scatter(const __grid_constant__ TableType table) {
-  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile) {
-    moves::copy_tile(piece, tile, table.base, false, this_lane());
+  each_tile(table, [&](const moves::Piece& piece, std::uint32_t tile, moves::Lane lane) {
+    moves::copy_tile(piece, tile, table.base, false, lane);
   });
 }
 
@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(moves::most_threads)
 
 cudaError_t launch_scatter(const moves::Move& move, std::byte* base, cudaStream_t stream) {
   return launch_all(move, base, nullptr, [&](const auto& table) {
-    const unsigned blocks = move.grid.blocks < table.tiles ? move.grid.blocks : table.tiles;
-    scatter<<<blocks, move.grid.threads, 0, stream>>>(table);
+    scatter<<<blocks_with_tiles(move.grid, table), move.grid.threads, 0, stream>>>(table);
   });
 }
 

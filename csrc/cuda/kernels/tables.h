@@ -30,14 +30,26 @@ using SmallTable = Table<125>;
 using LargeTable = Table<1020>;
 static_assert(sizeof(SmallTable) <= 4096 && sizeof(LargeTable) <= 32764);
 
-// Calls body(piece, tile) for each tile of the calling block.
+// Calls body(piece, tile, lane) for each tile of the calling warp. A block's warps take tiles that
+// follow each other.
 template <class TableType, class Body>
 __device__ __forceinline__ void each_tile(const TableType& table, Body&& body) {
+  const unsigned warps = blockDim.x / warp_lanes;
+  const moves::Lane lane{threadIdx.x % warp_lanes, warp_lanes};
   std::uint32_t piece = 0;
-  for (std::uint32_t tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
+  for (std::uint32_t tile = blockIdx.x * warps + threadIdx.x / warp_lanes; tile < table.tiles;
+       tile += gridDim.x * warps) {
     piece = moves::piece_of(table.piece, table.pieces, tile, piece);
-    body(table.piece[piece], tile);
+    body(table.piece[piece], tile, lane);
   }
+}
+
+// As many of a grid's blocks as have a tile.
+template <class TableType>
+unsigned blocks_with_tiles(const moves::Grid& grid, const TableType& table) {
+  const unsigned warps = grid.threads / warp_lanes;
+  const unsigned used = table.tiles / warps + (table.tiles % warps != 0);
+  return used < grid.blocks ? used : grid.blocks;
 }
 
 // One launch for as many pieces as a table of this size holds, from `first` on; the next piece.
