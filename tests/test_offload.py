@@ -1151,3 +1151,18 @@ def test_blocks_nest(where):
     assert outer.stats()["moved"] == 3
     d.sum().backward()
     assert outer.stats()["held_bytes"] == inner.stats()["held_bytes"] == 0
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_what_is_about_to_be_used_is_not_given_up_and_fetched_again(where, monkeypatch, layers):
+    """Shared tensors are asked for out of order: what was fetched beside them is still wanted."""
+    model = model_of(where, layers)
+    monkeypatch.setattr(offloaded, "BYTES", 2000)  # one or two of them
+    offload = offload_activations(min_bytes=1)
+    with offload:
+        loss = model(batch_of(where).requires_grad_()).sum()
+    loss.backward()
+    finish_all(where)
+    stats = offload.stats()
+    assert stats["shared"] > 0
+    assert 0 < stats["fetched"] <= stats["moved"]

@@ -193,7 +193,7 @@ def test_a_source_may_be_written_as_soon_as_it_is_packed(used):
     try:
         transfer = to_cpu(view, out=landing(view), protect=True)
         view.zero_()
-        torch.cuda.synchronize()  # although nothing has been sent
+        torch.cuda.current_stream().synchronize()  # although nothing has been sent
         assert not transfer.done()
     finally:
         gate.open()

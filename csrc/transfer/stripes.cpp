@@ -11,11 +11,11 @@ namespace {
 using moves::Move;
 using moves::Piece;
 
-// What each stripe but the last ends with, in sixteenths of all bytes. Each is packed at least four
-// times as fast as it is sent.
-constexpr std::array<std::size_t, 2> ends = {1, 5};
-// A stripe of less costs more than it hides.
-constexpr std::size_t least_bytes = 256 << 10;
+// Where each stripe but the last ends, in bytes. While the first is on the wire, for 38 us, the
+// second is told to the device; each is packed at least four times as fast as it is sent.
+constexpr std::array<std::size_t, 3> ends = {2 << 20, 10 << 20, 42 << 20};
+// Less is one stripe: the second would cost what it hides.
+constexpr std::size_t least_bytes = 4 << 20;
 // Elements from one place where a piece is cut to the next: whole lines of memory on both sides.
 constexpr std::size_t grain = 4096;
 
@@ -61,7 +61,7 @@ std::size_t cut_at(std::size_t wanted, std::size_t count, std::size_t multiple) 
   return std::min(at, count);
 }
 
-void cut_pieces(Stripes& stripes, const Move& move, std::byte* host, std::size_t bytes) {
+void cut_pieces(Stripes& stripes, const Move& move, std::byte* host) {
   std::size_t passed = 0;  // bytes of the stripes so far
   std::size_t next = 0;    // of `ends`
   Move part = shell_of(move);
@@ -69,14 +69,14 @@ void cut_pieces(Stripes& stripes, const Move& move, std::byte* host, std::size_t
     for (std::size_t at = 0; at < piece.count;) {
       std::size_t to = piece.count;
       if (next < ends.size()) {
-        const std::size_t goal = bytes / 16 * ends[next];
-        const std::size_t wanted = (goal - std::min(goal, passed)) / moves::size_of(move.to);
+        const std::size_t left = ends[next] - std::min(ends[next], passed);
+        const std::size_t wanted = left / moves::size_of(move.to);
         to = at + cut_at(std::max<std::size_t>(wanted, 1), piece.count - at, grain);
       }
       part.pieces.push_back(slice(move, piece, at, to));
       passed += near_bytes(move, to - at);
       at = to;
-      if (next < ends.size() && passed >= bytes / 16 * ends[next]) {
+      if (next < ends.size() && passed >= ends[next]) {
         ++next;
         add(stripes, std::exchange(part, shell_of(move)), host);
       }
@@ -90,11 +90,11 @@ void cut_layout(Stripes& stripes, const Move& move, std::byte* host) {
   const std::uint64_t rows = move.layout->sizes[0];
   const std::size_t each = move.pieces.front().count / rows;  // elements, of bytes: bytes
   // Whole panels, if there are so many.
-  const std::uint64_t whole = rows / 16 < moves::panel_rows ? 1 : moves::panel_rows;
+  const std::uint64_t whole = rows < 16 * moves::panel_rows ? 1 : moves::panel_rows;
   std::uint64_t at = 0;
   for (std::size_t stripe = 0; stripe <= ends.size() && at < rows; ++stripe) {
     const bool last = stripe == ends.size();
-    const std::uint64_t wanted = last ? rows : rows * ends[stripe] / 16;
+    const std::uint64_t wanted = last ? rows : ends[stripe] / near_bytes(move, each);
     const std::uint64_t to = cut_at(std::max(wanted, at + 1), rows, whole);
     Move part = shell_of(move);
     part.layout->sizes[0] = to - at;
@@ -118,12 +118,12 @@ Stripes stripes_of(const moves::Move& gather, std::byte* host, unsigned blocks) 
             [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
   std::size_t bytes = 0;
   for (const Piece& piece : gather.pieces) bytes += near_bytes(gather, piece.count);
-  if (bytes / 16 < least_bytes) {
+  if (bytes < least_bytes) {
     add(stripes, std::move(whole), host);
   } else if (gather.layout && gather.layout->dims > 0) {
     cut_layout(stripes, whole, host);
   } else {
-    cut_pieces(stripes, whole, host, bytes);
+    cut_pieces(stripes, whole, host);
   }
   return stripes;
 }

@@ -33,6 +33,9 @@ from streamlap.uncompiled import uncompiled
 _LARGEST_GAP = 16
 """So many in a row that are gone: what was saved before is another step's."""
 
+_SAVED_AT_ONCE = 8
+"""Tensors that one operation saves, at most: an attention saves that many."""
+
 
 @dataclass(eq=False, slots=True)
 class _Stayed:
@@ -43,6 +46,7 @@ class _Stayed:
 @dataclass(eq=False, slots=True)
 class _Moved:
     memory: Offloaded
+    position: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -110,7 +114,10 @@ class ActivationOffload:
         # Re-entrant, because a collection of garbage inside may run anything.
         self._lock = threading.RLock()
         self._blocks = threading.local()
+        # By the order in which they were saved: backward asks in about the reverse. One that
+        # several operations have saved is there several times.
         self._all: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
+        self._saved = 0
         self._known: weakref.WeakValueDictionary[tuple[int, ...], Offloaded]
         self._known = weakref.WeakValueDictionary()
         self._leaving: Window[weakref.ref[Offloaded]] = Window()
@@ -179,9 +186,13 @@ class ActivationOffload:
                 return None
             self._known[key] = memory
         memory.users += 1
+        position, self._saved = self._saved, self._saved + 1
+        self._all[position] = memory
         offset = int(tensor.storage_offset()) - first // tensor.itemsize
         version = SavedVersion(tensor, counter_of(tensor))
-        return _Moved(memory, tensor.dtype, tensor.shape, tensor.stride(), offset, version)
+        return _Moved(
+            *(memory, position, tensor.dtype, tensor.shape, tensor.stride(), offset, version)
+        )
 
     def _send(self, tensor: torch.Tensor, first: int, nbytes: int) -> Offloaded | None:
         self._count_dead()
@@ -193,7 +204,7 @@ class ActivationOffload:
             if self._leaving.full():  # the link is busy: more would have to be waited for
                 return None
         try:
-            memory = Offloaded(tensor, first, nbytes, self._count["moved"], self._died)
+            memory = Offloaded(tensor, first, nbytes, self._died)
         except streamlap.PoolExhausted as error:
             if not self._warned:
                 self._warned = True
@@ -206,7 +217,6 @@ class ActivationOffload:
         self._peak = max(self._peak, self._held)
         self._count["moved"] += 1
         self._count["moved_bytes"] += nbytes
-        self._all[memory.number] = memory
         self._leaving.add(weakref.ref(memory), nbytes)
         self._let_go()
         return memory
@@ -245,10 +255,10 @@ class ActivationOffload:
             if memory.source is not None:
                 flat = memory.source
                 self._note_pace(memory)
-                self._fetch_ahead(memory.number)
+                self._fetch_ahead(packed.position)
             else:
                 back = memory.way_back() or self._fetch(memory)
-                self._fetch_ahead(memory.number)
+                self._fetch_ahead(packed.position)
                 flat = memory.arrive(back, self._task)
         view = torch.empty(0, dtype=packed.dtype, device=flat.device)
         start = flat.storage_offset() // packed.dtype.itemsize
@@ -267,22 +277,39 @@ class ActivationOffload:
         with self._lock:
             self._arriving.clear()
 
-    def _fetch_ahead(self, number: int) -> None:
+    def _fetch_ahead(self, position: int) -> None:
         """Start the way back of those that were saved before this one."""
         ahead: Window[None] = Window()
+        # One operation asks for what it has saved from the first on: those after it are next.
+        wanted = {self._all.get(position + later) for later in range(_SAVED_AT_ONCE)}
         gone = 0
-        while number > 0 and gone < _LARGEST_GAP and not ahead.full():
-            number -= 1
-            memory = self._all.get(number)
+        while position > 0 and gone < _LARGEST_GAP and not ahead.full():
+            position -= 1
+            memory = self._all.get(position)
             if memory is None:
                 gone += 1
                 continue
             gone = 0
-            if memory.spent == self._task:
+            if memory.spent == self._task or memory in wanted:
                 continue
             if not memory.here:
                 self._fetch(memory)
             ahead.add(None, memory.nbytes)
+            wanted.add(memory)
+        self._drop_stale(wanted)
+
+    def _drop_stale(self, wanted: set[Offloaded | None]) -> None:
+        """Let go of what nobody seems to ask for, if there is much: it can be fetched again."""
+        for _ in range(len(self._here)):
+            if not self._here.full():
+                return
+            memory = self._here.pop()()
+            if memory is None or not memory.here:
+                continue
+            if memory in wanted:
+                self._here.add(weakref.ref(memory), memory.nbytes)
+            else:
+                memory.drop()
 
     def _fetch(self, memory: Offloaded) -> streamlap.Transfer:
         while len(self._arriving) and (self._arriving.full() or self._arriving.oldest().done()):
@@ -290,12 +317,7 @@ class ActivationOffload:
         back = memory.fetch()
         self._arriving.add(back, memory.nbytes)
         self._count["fetched"] += 1
-        # What nobody asks for would stay: the oldest goes, and is fetched again if need be.
         self._here.add(weakref.ref(memory), memory.nbytes)
-        while self._here.full():
-            stale = self._here.pop()()
-            if stale is not None:
-                stale.drop()
         return back
 
 

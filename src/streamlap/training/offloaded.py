@@ -60,7 +60,6 @@ class Offloaded:
 
     Attributes:
         root: the tensor whose memory it is, weakly: while it lives, unwritten, the copy is good.
-        number: counts what was offloaded.
         nbytes: of the range.
         source: the memory on the device, until the copy has gone past.
         users: how many saved tensors lie in it.
@@ -68,11 +67,8 @@ class Offloaded:
             until it has asked for its others.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, first: int, nbytes: int, number: int, died: deque[int]
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, first: int, nbytes: int, died: deque[int]) -> None:
         self.root = weakref.ref(root_of(tensor))
-        self.number = number
         self.nbytes = nbytes
         self.users = 0
         self.spent: int | None = None
