@@ -2,11 +2,12 @@
 
 import contextlib
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from helpers.data import random_bits, random_numbers, same_bits, same_tree
-from helpers.streams import MOMENT, CopySide, eventually
+from helpers.streams import CopySide, eventually
 
 import streamlap
 from streamlap import TreeCopy, scratch, to_cpu
@@ -141,30 +142,99 @@ def test_without_memory_the_kernel_writes_to_the_host_itself(used, monkeypatch):
     def none_left(*_args, **_options):
         raise torch.OutOfMemoryError("as asked")
 
+    monkeypatch.setattr(scratch, "_in_use", {})
+    out = landing(view)
     with monkeypatch.context() as patch:
         patch.setattr(scratch.torch, "empty", none_left)
-        transfer = to_cpu(view, out=landing(view))
+        transfer = to_cpu(view, out=out)
     assert same_bits(transfer.result(), expected)
-    assert used == [False]
+    assert same_bits(to_cpu(view, out=out).result(), expected)  # not asked again so soon
+    assert used == [False, False]
 
 
 def test_what_the_memory_was_used_for_before_is_over_when_it_is_written(used):
-    """With ``stream=``, torch's current stream may still use what its allocator gives."""
+    """With ``stream=`` torch's current stream may still use what its allocator would give there."""
     view, expected = transposed()
     to_cpu(view, out=landing(view)).result()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     other, out = torch.cuda.Stream(), landing(view)
     with torch.cuda.stream(torch.cuda.Stream()):
+        numbers = torch.full((view.nbytes // 2,), 7, dtype=torch.uint8, device=WHERE)
         gate = current_stream(place_of(torch.device(WHERE))).gate()
         try:
-            transfer = to_cpu(view, out=out, stream=other)
-            with pytest.raises(streamlap.TransferTimeout):
-                transfer.result(MOMENT)
+            read = numbers.clone()
+            del numbers  # its memory is the stream's own, to be given again at once
+            cast = to_cpu(view, dtype=torch.float16, stream=other).result()
+            with_out = to_cpu(view, out=out, stream=other)  # whoever reads it is waited for
         finally:
             gate.open()
-        assert same_bits(transfer.result(), expected)
+        assert bool((read == 7).all())
+        assert same_bits(cast, view.to(torch.float16).cpu())
+        assert same_bits(with_out.result(), expected)
+    assert used == [True, True, True]
+
+
+def test_a_stream_that_is_given_is_the_only_one_that_is_waited_for(used):
+    source = random_numbers((3 << 20,), where=WHERE)
+    expected = source.to(torch.bfloat16).cpu()
+    plan = TreeCopy(like=[source], dtype=torch.bfloat16)
+    for start in (
+        lambda stream: to_cpu([source], dtype=torch.bfloat16, stream=stream),
+        lambda stream: plan([source], stream=stream),
+    ):
+        start(None).result()
+        torch.cuda.synchronize()
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            gate = current_stream(place_of(torch.device(WHERE))).gate()
+            try:
+                assert same_bits(start(other).result()[0], expected)
+            finally:
+                gate.open()
+    assert used == [True] * 4
+
+
+def test_a_capture_in_another_thread_is_left_alone(used):
+    view, expected = transposed()
+    to_cpu(view, out=landing(view)).result()
+    out = landing(view)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    number = torch.zeros(1, device=WHERE)
+    with torch.cuda.graph(graph):  # in the mode that the whole process is to keep to
+        number.add_(1)
+        with ThreadPoolExecutor(1) as other:
+            result = other.submit(lambda: to_cpu(view, out=out).result()).result()
+    assert same_bits(result, expected)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert int(number) == 1
     assert used == [True, True]
+
+
+def test_asking_for_memory_inside_of_asking_is_no_deadlock():
+    """A collection of garbage may come at any moment, and run a destructor that copies."""
+    in_use = scratch._InUse()
+
+    class Odd(dict):
+        def items(self):
+            if not asked:
+                asked.append(in_use.reserve(1, 10))
+            return super().items()
+
+    asked = []
+    in_use._taken = Odd()
+    first = in_use.reserve(4, 10)
+    assert first is not None
+    assert asked[0] != first
+    assert in_use.reserve(6, 10) is None
+    in_use.settle(first, False)
+    second = in_use.reserve(6, 10)
+    assert second is not None
+    in_use.settle(second, True)
+    assert in_use.reserve(1, 10) is None  # for a while
 
 
 def test_the_memory_is_kept_until_its_bytes_have_left(used):

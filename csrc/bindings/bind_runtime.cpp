@@ -106,6 +106,11 @@ py::dict probe() {
   return answer;
 }
 
+// While it lives, in the thread that asked for it: see Runtime::hold_device.
+struct HeldDevice {
+  std::shared_ptr<void> held;
+};
+
 // Waits until what this process started is idle, then lets everything leak. For the exit handler.
 bool shutdown(double timeout) {
   bool idle = false;
@@ -216,6 +221,7 @@ void bind_runtime(py::module_& module) {
       .def("open", &Gate::open)
       .def_property_readonly("timed_out", &Gate::timed_out);
 
+  py::class_<HeldDevice>(module, "HeldDevice");
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def_property_readonly("name", &Runtime::name)
       .def_property_readonly("device_count", &Runtime::device_count)
@@ -269,6 +275,8 @@ void bind_runtime(py::module_& module) {
              GilRelease released;
              return self.idle();
            })
+      .def("hold_device",
+           [](Runtime& self, int device) { return HeldDevice{self.hold_device(device)}; })
       .def("now", &Runtime::now)
       .def_property_readonly("checked", &Runtime::checked)
       .def("accesses",

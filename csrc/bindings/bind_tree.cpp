@@ -138,6 +138,9 @@ void add_to(TransferRequest& request, const PyMove& given, std::optional<float> 
   std::vector<void*> far;
   far.reserve(addresses->size());
   for (std::uintptr_t address : *addresses) far.push_back(reinterpret_cast<void*>(address));
+  if (scratch && base == nullptr) {
+    throw Error(ErrorKind::invalid_argument, "a move to memory that was freed");
+  }
   void* range = scratch ? reinterpret_cast<void*>(std::get<0>(*scratch)) : base;
   for (auto& move : plan->bind(far, range, reinterpret_cast<std::uint64_t*>(counts), scale)) {
     if (scratch) {

@@ -1,6 +1,6 @@
 // How lanes share one range: the body of the kernels and of the worker threads.
 //
-// The lanes of a block are its threads; a worker is one lane. Every byte of the destination is
+// The lanes are the threads of a warp; a worker is one lane. Every byte of the destination is
 // written once, by one of them. Destinations are written 16 bytes at a time, from the first aligned
 // address to the last; what lies before and behind goes element by element. Sources are read as
 // widely as they are aligned to that. Nothing is read or written beside the ranges.

@@ -216,6 +216,8 @@ void CopyEngine::issue_landings(Transfer& transfer, const TransferRequest& reque
   Runtime& runtime = *transfer.runtime_;
   for (std::size_t i = 0; i < request.moves.size(); ++i) {
     runtime.move(request.moves[i], lane.pack);
+    // Only now: telling a device of a kernel takes longer than the kernel.
+    if (i == 0 && transfer.begin_) runtime.event_record(*transfer.begin_, lane.copy, site_begin);
     // After the last of them the source has been read.
     const bool last = i + 1 == request.moves.size();
     const EventPtr packed = last ? transfer.read_ : runtime.event_create(request.device);
@@ -234,9 +236,9 @@ void CopyEngine::issue_landings(Transfer& transfer, const TransferRequest& reque
 void CopyEngine::issue(Transfer& transfer, const TransferRequest& request, const Lane& lane) {
   Runtime& runtime = *transfer.runtime_;
   const StreamRef stream = lane.copy;
-  if (transfer.begin_) runtime.event_record(*transfer.begin_, stream, site_begin);
   const ChunkPlan& plan = transfer.plan_;
   if (request.landings.empty()) {
+    if (transfer.begin_) runtime.event_record(*transfer.begin_, stream, site_begin);
     for (const moves::MovePtr& move : request.moves) runtime.move(move, stream);
   } else {
     issue_landings(transfer, request, lane);

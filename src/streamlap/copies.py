@@ -63,8 +63,8 @@ def to_cpu(
         stream: where the sources were written; None: the caller's current stream.
         protect: make that stream wait until the sources have been read (a host source: block).
         pool: where pinned memory comes from; the process's own pool if left out.
-        chunk_bytes: no single copy is longer than this; None: as :func:`configure` says. Leaves
-            that a kernel moves are not cut.
+        chunk_bytes: no single copy is longer than this; None: as :func:`configure` says. What a
+            kernel writes to the host itself is not cut.
         nonfinite: count infinite and NaN elements of float32, float16 and bfloat16 leaves in the
             same pass, for :meth:`Transfer.nonfinite`. Needs page-locked results.
 

@@ -240,8 +240,16 @@ class Moving:
         pool: PinnedPool | None = None,
         source_place: Place | None = None,
         of_cupy: bool = False,
+        producer: _native.Stream | None = None,
+        chunk_bytes: int | None = None,
     ) -> Part:
-        """Start the moves. ``kept`` are tensors that have to live as long as the sources."""
+        """Start the moves.
+
+        Args:
+            kept: tensors that have to live as long as the sources.
+            producer: of ``after``, the stream that has made the sources.
+            chunk_bytes: no single copy is longer than this, where a move goes by way of them.
+        """
         moves = []
         plans = []
         for group in self.groups:
@@ -259,8 +267,7 @@ class Moving:
         # Between several leaves may be bytes that are not this transfer's.
         scratch = None
         if len(every) == 1 and self.groups[0].gathers and not to_device:
-            after = list(after)
-            scratch = scratch_for(place, plans[0], after)
+            scratch = scratch_for(place, plans[0], producer, chunk_bytes)
         keep = [leaf.dst for leaf in every], self.counts, scratch
         submit = functools.partial(
             _native.submit_moves,

@@ -154,7 +154,14 @@ def plan_to_cpu(
                 else:
                     # packing has yet to read it, on the producer's stream
                     kept.append(source.tensor)  # site: plan_host.keep_packed_moved
-            planned.parts.append(moving.submit(place, False, after, kept, pool, of_cupy=of_cupy))
+            planned.parts.append(
+                moving.submit(
+                    *(place, False, after, kept, pool),
+                    of_cupy=of_cupy,
+                    producer=producer,
+                    chunk_bytes=chunk_bytes,
+                )
+            )
             planned.counts += moving.counts
         for path, batch in batches.items():
             planned.parts.append(

@@ -39,7 +39,7 @@ class Policy:
         slab_bytes: pinned blocks below 1 MiB are cut from slabs of up to this size.
         small_leaf_bytes: leaves of a tree up to this size share a block.
         gather_leaves: so many small leaves of a tree, or more, are moved by one kernel; 0: never.
-        move_blocks: blocks of such a kernel. Four of them fill the link to the host.
+        move_blocks: blocks of such a kernel that writes to the host itself: see ``scratch_bytes``.
         cast_blocks: the same where elements are changed on the way.
         strided_blocks: the same where elements lie apart.
         scatter_blocks: the same where the kernel reads host memory: more reads must be under way.

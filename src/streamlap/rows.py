@@ -91,7 +91,7 @@ def tree_to_cpu(
     scratch = None
     if outs is None or (wanted is not None and wanted.nbytes == plan.range_bytes):
         # Else something that is not this transfer's may lie between the leaves.
-        scratch = scratch_for(place, plan, after)
+        scratch = scratch_for(place, plan, producer)
     submit = functools.partial(
         _native.submit_moves,
         place.engine,

@@ -293,6 +293,7 @@ class _Call:
         self.of_cupy = any(one is not None for one in own)
         ordered = stream if stream is not None or not place.is_cuda else next(iter(own))
         producer = producer_of(ordered, place, "TreeCopy()")
+        self.producer = producer
         self.after = [] if producer is None else [producer]  # site: tree_copy.after_producer
         if self.outs is not None and place.is_cuda:
             for index, handle in streams_in_use():
@@ -331,7 +332,7 @@ class _Call:
         scratch = None
         if self.outs is None or block.nbytes == block.result_bytes:
             # Else something that is not this transfer's may lie between the leaves.
-            scratch = scratch_for(place, block.plan, self.after)
+            scratch = scratch_for(place, block.plan, self.producer)
         submit = functools.partial(
             _native.submit_moves,
             place.engine,

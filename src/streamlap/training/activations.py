@@ -33,6 +33,9 @@ from streamlap.uncompiled import uncompiled
 _LARGEST_GAP = 16
 """So many in a row that are gone: what was saved before is another step's."""
 
+_FARTHEST = 64
+"""So far back it is looked at most: one tensor may be saved by thousands of operations."""
+
 _SAVED_AT_ONCE = 8
 """Tensors that one operation saves, at most: an attention saves that many."""
 
@@ -283,9 +286,10 @@ class ActivationOffload:
         # One operation asks for what it has saved from the first on: those after it are next.
         wanted = {self._all.get(position + later) for later in range(_SAVED_AT_ONCE)}
         gone = 0
-        while position > 0 and gone < _LARGEST_GAP and not ahead.full():
-            position -= 1
-            memory = self._all.get(position)
+        for earlier in range(position - 1, max(position - _FARTHEST, 0) - 1, -1):
+            if gone == _LARGEST_GAP or ahead.full():
+                break
+            memory = self._all.get(earlier)
             if memory is None:
                 gone += 1
                 continue
