@@ -214,29 +214,6 @@ def test_a_capture_in_another_thread_is_left_alone(used):
     assert used == [True, True]
 
 
-def test_asking_for_memory_inside_of_asking_is_no_deadlock():
-    """A collection of garbage may come at any moment, and run a destructor that copies."""
-    in_use = scratch._InUse()
-
-    class Odd(dict):
-        def items(self):
-            if not asked:
-                asked.append(in_use.reserve(1, 10))
-            return super().items()
-
-    asked = []
-    in_use._taken = Odd()
-    first = in_use.reserve(4, 10)
-    assert first is not None
-    assert asked[0] != first
-    assert in_use.reserve(6, 10) is None
-    in_use.settle(first, False)
-    second = in_use.reserve(6, 10)
-    assert second is not None
-    in_use.settle(second, True)
-    assert in_use.reserve(1, 10) is None  # for a while
-
-
 def test_the_memory_is_kept_until_its_bytes_have_left(used):
     view, expected = transposed()
     out = landing(view)
