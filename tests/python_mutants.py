@@ -32,6 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "streamlap"
 TRIES = 3
 """How often a killer may look on; one that has to is told in the line."""
+PATIENCE = "4"
+"""Seconds that a killer waits for what is right, which without a mutant came soon."""
+SLOW = 5.0
+"""Seconds from which on a line says how many it took."""
 MARK = re.compile(r"# site: ([\w.]+)$")
 LIMIT = {"python": 60.0, "python_cuda": 120.0}
 
@@ -73,7 +77,9 @@ def without(path: Path, number: int, instead: str | None) -> str:
     return "".join(lines)
 
 
-def run(tests: list[str], folder: Path, limit: float) -> tuple[str, str]:
+def run(
+    tests: list[str], folder: Path, limit: float, environment: dict[str, str]
+) -> tuple[str, str]:
     """Run tests against the package in ``folder``, in a fork that has torch loaded already."""
     log = folder / "log"
     child = os.fork()
@@ -85,7 +91,7 @@ def run(tests: list[str], folder: Path, limit: float) -> tuple[str, str]:
             os.dup2(file, 1)
             os.dup2(file, 2)
             sys.path.insert(0, str(folder))
-            os.environ["PYTHONPATH"] = str(folder)
+            os.environ.update(environment, PYTHONPATH=str(folder))
             os.chdir(ROOT)
             import pytest
 
@@ -140,7 +146,8 @@ def judge(
             path.write_text(changed[1])
             for code in path.parent.glob(f"__pycache__/{path.stem}.*"):
                 code.unlink()
-        return run(tests, folder, limit)
+        hurried = {} if changed is None else {"STREAMLAP_PATIENCE": PATIENCE}
+        return run(tests, folder, limit, hurried)
 
 
 def main() -> int:
@@ -201,21 +208,24 @@ def gate(
         print(f"with nothing left out the killers' run {baseline}:\n{said[-3000:]}")
         return None
 
-    def one(name: str) -> tuple[str, str]:
+    def one(name: str) -> tuple[str, str, float]:
+        begin = time.monotonic()
         path, number = found[name]
         changed = (path, without(path, number, instead.get(name)))
         # Threads may happen to come in the right order without what orders them.
         ends = [judge(package, changed, [killers[name]], limit)[0]]
         while ends[-1] == "passes" and len(ends) < TRIES:
             ends.append(judge(package, changed, [killers[name]], limit)[0])
-        return name, ends[-1] if len(ends) == 1 else f"{ends[-1]} at try {len(ends)}"
+        end = ends[-1] if len(ends) == 1 else f"{ends[-1]} at try {len(ends)}"
+        return name, end, time.monotonic() - begin
 
     killed = 0
     with ThreadPoolExecutor(1 if alone else 2) as pool:
-        for name, end in pool.map(one, names):
+        for name, end, seconds in pool.map(one, names):
             dead = end.startswith(("fails", "hangs", "signal"))
             killed += dead
             how = "" if end == "fails" else f" ({end})"
+            how += f" in {seconds:.0f} s" if seconds > SLOW else ""
             print(
                 f"  {name:36} {'killed by' if dead else 'ALIVE:'} {killers[name]}{how}", flush=True
             )

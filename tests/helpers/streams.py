@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import os
 import time
 
 import numpy as np
@@ -13,7 +14,7 @@ from streamlap import _native
 from streamlap.devices import place_of
 from streamlap.serving import current, help_simulations
 
-PATIENCE = 20.0
+PATIENCE = float(os.environ.get("STREAMLAP_PATIENCE", "20"))
 """Seconds that something right may take at most; only a failing test waits so long."""
 
 MOMENT = 0.02

@@ -228,9 +228,10 @@ class GradientStream(Gradients):
         with self._changed:  # each GPU has a thread of the engine's
             while self._flying and self._flying[0].done():  # that lets go of what was read
                 self._flying.popleft()
+        alone = len(grads) == 1  # which to_cpu looks at in a fifth of the time
         try:
             transfer = self._to_cpu(
-                grads,
+                grads[0] if alone else grads,
                 protect=followed and not self._free,  # site: gradients.followed
             )
         except BaseException as error:
@@ -240,7 +241,7 @@ class GradientStream(Gradients):
         self._flying.append(transfer)
         task.transfers.append(transfer)
         for index, arrival in enumerate(arrivals):
-            arrival.sent(transfer, operator.itemgetter(index))
+            arrival.sent(transfer, _itself if alone else operator.itemgetter(index))
         self._wake()
 
     def _finish(self, kept: _Task) -> None:
@@ -281,6 +282,10 @@ class _Sum(Arrival):
     def tensor(self, deadline: float | None = None) -> torch.Tensor:
         total: torch.Tensor = within(self._total, deadline)
         return total
+
+
+def _itself(result: torch.Tensor) -> torch.Tensor:
+    return result
 
 
 def _add(earlier: Arrival, latest: Arrival) -> torch.Tensor:
