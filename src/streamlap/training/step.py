@@ -93,7 +93,9 @@ class Gradients:
                 )
             step.closed = True
             latest = dict(step.latest)
-        return {name: latest[name].tensor(deadline) for name in self._names if name in latest}
+        # In the order of sending: what has come is looked at while the last are on their way.
+        come = {name: arrival.tensor(deadline) for name, arrival in latest.items()}
+        return {name: come[name] for name in self._names if name in come}
 
     def completed(
         self, backwards: int = 1, timeout: float | None = None
