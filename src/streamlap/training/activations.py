@@ -344,8 +344,11 @@ def _movable_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     root = root_of(tensor)
     if root.grad_fn is None or root.is_leaf or torch._C._current_graph_task_id() != -1:
         return None
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    if tensor.permute(order).is_contiguous():
+    dense = tensor.is_contiguous()
+    if not dense:
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        dense = tensor.permute(order).is_contiguous()
+    if dense:
         return int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
     # With gaps, as the thirds of a common product have: all of the memory, once for all of them.
     whole = tensor.untyped_storage().nbytes()

@@ -27,16 +27,17 @@ class SavedVersion:
             or another one that is held anyway.
     """
 
-    __slots__ = ("_probe", "_version", "_what")
+    # The words are put together only where they are said: this is made for each saved tensor.
+    __slots__ = ("_made_by", "_probe", "_shape", "_type", "_version")
 
     def __init__(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         self._probe = alias
         self._version = tensor._version
-        shape = "nested" if tensor.is_nested else list(tensor.shape)
+        self._shape = None if tensor.is_nested else tensor.shape
         named = tensor.layout in (torch.strided, torch.sparse_coo)  # torch has no name for others
-        self._what = f"[{tensor.type() if named else tensor.dtype} {shape}]"
-        if tensor.grad_fn is not None:
-            self._what += f", which is output {tensor.output_nr} of {tensor.grad_fn.name()},"
+        self._type = tensor.type() if named else tensor.dtype
+        made_by = tensor.grad_fn  # itself it would keep the graph
+        self._made_by = None if made_by is None else (tensor.output_nr, made_by.name())
 
     def check(self) -> None:
         """Raise the RuntimeError that autograd would raise if the tensor was written since."""
@@ -44,9 +45,17 @@ class SavedVersion:
         if now != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self._what} is at version {now}; expected version "
+                f"inplace operation: {self._what()} is at version {now}; expected version "
                 f"{self._version} instead. {self._hint()}"
             )
+
+    def _what(self) -> str:
+        shape = "nested" if self._shape is None else list(self._shape)
+        what = f"[{self._type} {shape}]"
+        if self._made_by is None:
+            return what
+        number, name = self._made_by
+        return f"{what}, which is output {number} of {name},"
 
     @staticmethod
     def _hint() -> str:
