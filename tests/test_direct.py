@@ -79,8 +79,10 @@ def test_pieces_are_cut_as_asked(start):
 
 def test_a_source_written_too_early_is_noticed(start):
     source = random_bits(10)
+    gate = start.stream.gate()
     transfer = start(source)
     source.zero_()
+    gate.open()
     with pytest.raises(streamlap.SourceModified):
         transfer.result()
 

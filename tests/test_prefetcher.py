@@ -125,6 +125,7 @@ def test_the_transform_sees_batches_of_the_device_in_turn(where):
     assert set(seen) == {torch.device(where)}
 
 
+@pytest.mark.forks
 @FORKS
 def test_a_dataloader_with_workers(where):
     data = torch.arange(400).reshape(100, 4)
@@ -402,6 +403,7 @@ def test_an_error_of_the_transform_is_raised_as_it_is(where, nothing_left):
         got.extend(Prefetcher([torch.full((4,), float(i)) for i in range(6)], where, 2, transform))
 
 
+@pytest.mark.forks
 @FORKS
 def test_an_error_of_a_worker_process(where):
     class Fails(torch.utils.data.Dataset):
@@ -499,6 +501,7 @@ def test_leaving_early_leaves_nothing(where, leave, nothing_left):
 
 
 # In a cycle a DataLoader's own end takes ten seconds, with or without a prefetcher.
+@pytest.mark.forks
 @pytest.mark.parametrize("leave", [way for way in LEAVING if way is not by_a_cycle])
 @FORKS
 def test_leaving_early_ends_the_loader_s_workers(where, leave):

@@ -25,7 +25,8 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 HUNG = 1500  # seconds for a step; what takes longer hangs
 
 # The Python tests that drive the native module, mostly from several threads. Left out are those
-# that only start other programs, and those of arguments, of sizes and of the bench.
+# that only start other programs, and those of arguments, of sizes and of the bench; and tests that
+# fork, because a thread sanitizer ends a child that makes a thread.
 FILES = [
     "test_threads.py",
     "test_transfer.py",
@@ -218,7 +219,14 @@ class Run:
             raise FailureError(f"Python took another module: {said}")
         files = [ROOT / "tests" / name for name in FILES]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-m", "not gpu", "-rs", "-o", "timeout=300", *(arguments or files)]
+        command += [
+            "-m",
+            "not gpu and not forks",
+            "-rs",
+            "-o",
+            "timeout=300",
+            *(arguments or files),
+        ]
         status, said = self.call("python", command, env)
         self.check("python", status, said)
         return "Python " + re.findall(r"^(\d+ passed.*?)(?: in .*)?$", said, re.MULTILINE)[-1]
