@@ -30,6 +30,16 @@ class PipelinedRunOut(Way):
         return streamlap.pipelined_run(self.job.x, n=self.job.n, out=self.out)
 
 
+class PipelinedRunOrdinary(Way):
+    """``pipelined_run`` into new ordinary memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def go(self) -> Tensors:
+        return streamlap.pipelined_run(self.job.x, n=self.job.n, pin=False)
+
+
 class PipelinedRun(Way):
     """``pipelined_run``, on one device or several."""
 

@@ -1,5 +1,6 @@
 """The short way of to_cpu. It needs a GPU to be taken; here it runs on worker threads."""
 
+import dataclasses
 import gc
 import threading
 
@@ -25,7 +26,8 @@ def start():
 
     def call(tensor, chunk_bytes=1 << 20, pool=None):
         pool = pool or pool_for(place)
-        return direct.start_transfer(tensor, place, pool, stream.handle, chunk_bytes)
+        numbers = dataclasses.replace(streamlap.policy(), chunk_bytes=chunk_bytes)
+        return direct.start_transfer(tensor, place, pool, stream.handle, numbers)
 
     call.stream = stream
     return call
@@ -158,8 +160,13 @@ def test_on_a_gpu_it_starts_after_the_current_stream(taken):
     assert is_held(transfer)
     gate.open()
     assert torch.equal(transfer.result(), torch.full((1000,), 7.0))
+    with pytest.raises(streamlap.InvalidArgument, match="timed_bytes"):
+        transfer.elapsed()
+    with streamlap.configure(timed_bytes=4000):
+        transfer = streamlap.to_cpu(x)
+    transfer.result()
     assert 0 <= transfer.elapsed() < 20
-    assert len(taken) == 2
+    assert len(taken) == 3
 
 
 @pytest.mark.gpu

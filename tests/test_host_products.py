@@ -205,7 +205,7 @@ def test_results_are_there(schedule, groups_of_eight):
             assert all(same_bits(result, expected) for result in pipelined_run(x, n=n))
 
 
-def test_two_groups_at_most_wait_for_the_worker(groups_of_eight):
+def test_two_tasks_at_most_wait_for_the_worker(groups_of_eight):
     def live():
         return streamlap.pool_stats("cpu")["live"]
 
@@ -217,9 +217,9 @@ def test_two_groups_at_most_wait_for_the_worker(groups_of_eight):
     thread = threading.Thread(target=lambda: results.extend(pipelined_run(x, n=80)))
     thread.start()
     try:
-        group = 8 * x.nbytes
-        assert eventually(lambda: live() >= 2 * group)
-        assert not eventually(lambda: live() > 2 * group, 0.2)
+        two = (8 + 16) * x.nbytes  # each has twice as many items as the one before
+        assert eventually(lambda: live() >= two)
+        assert not eventually(lambda: live() > two, 0.2)
     finally:
         gate.open()
         thread.join()

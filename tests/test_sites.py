@@ -160,7 +160,7 @@ def test_a_source_of_the_short_way_lives_although_nobody_holds_it(simulation):
     alive = weakref.ref(array)
     gate = copy_stream(simulation).gate()
     source = torch.from_numpy(array)
-    transfer = direct.start_transfer(source, place, simulation.pool, stream.handle, 1 << 20)
+    transfer = direct.start_transfer(source, place, simulation.pool, stream.handle, streamlap.policy())
     del transfer, source, array
     gc.collect()
     assert alive() is not None
@@ -173,7 +173,7 @@ def test_a_source_of_the_short_way_lives_although_nobody_holds_it(simulation):
 def test_the_short_way_starts_after_its_stream(simulation):
     place, stream = simulation.place(0), simulation.place(0).runtime.stream(0, "compute")
     gate = stream.gate()
-    transfer = direct.start_transfer(numbers(), place, simulation.pool, stream.handle, 1 << 20)
+    transfer = direct.start_transfer(numbers(), place, simulation.pool, stream.handle, streamlap.policy())
     with pytest.raises(streamlap.TransferTimeout):
         transfer.result(MOMENT)
     gate.open()

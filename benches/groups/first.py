@@ -80,6 +80,7 @@ def plan(setting: Setting) -> list[Planned]:
         "side stream by hand": "peer",
         "CuPy by hand": "peer",
         "pipelined_run": "ours",
+        "pipelined_run(pin=False)": "ours",
     }
 
     def build() -> Table:

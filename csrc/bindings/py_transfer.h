@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/process.h"
+#include "bindings/py_block.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
 
@@ -50,6 +51,10 @@ class PyTransfer {
   void set_open(StreamRef copy_stream) { open_ = copy_stream; }
   void set_complete() { open_.reset(); }
 
+  // The memory that it fills, for whoever asks first; nobody, and it goes with the transfer.
+  void give_block(std::unique_ptr<PyBlock> block) { block_ = std::move(block); }
+  std::unique_ptr<PyBlock> take_block() { return std::move(block_); }
+
   // A reference of the caller's own: it may use it without the interpreter's lock.
   std::shared_ptr<Transfer> get() const {
     process::require_usable();
@@ -61,6 +66,7 @@ class PyTransfer {
  private:
   std::shared_ptr<CopyEngine> engine_;
   std::shared_ptr<Transfer> transfer_;
+  std::unique_ptr<PyBlock> block_;
   std::optional<StreamRef> open_;  // open-ended and not complete: the stream its last steps are on
 };
 

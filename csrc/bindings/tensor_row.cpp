@@ -22,7 +22,8 @@ Known& known() {
   return instance;
 }
 
-// What a tensor says; false where it is not of torch's own type, or cannot say it.
+}  // namespace
+
 bool asked(PyObject* object, dlpack::Tensor& tensor) {
   const Known& ask = known();
   if (ask.api == nullptr || Py_TYPE(object) != ask.tensor) return false;
@@ -47,7 +48,16 @@ std::uintptr_t address_of(const dlpack::Tensor& tensor) {
   return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
 }
 
-}  // namespace
+std::optional<std::size_t> bytes_of(const dlpack::Tensor& tensor) {
+  constexpr std::size_t most = std::numeric_limits<std::ptrdiff_t>::max();
+  const std::size_t element = tensor.dtype.bits / 8;
+  std::size_t count = 1;
+  for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
+    const auto size = static_cast<std::size_t>(tensor.shape[dim]);
+    if (__builtin_mul_overflow(count, size, &count)) return std::nullopt;
+  }
+  return count > most / element ? std::nullopt : std::optional(count * element);
+}
 
 void use_tensors_of(const py::capsule& table, const py::type& tensor) {
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -60,14 +70,10 @@ void use_tensors_of(const py::capsule& table, const py::type& tensor) {
 
 bool TensorRow::add(const dlpack::Tensor& tensor) {
   constexpr std::size_t most = std::numeric_limits<std::ptrdiff_t>::max();
-  Kind kind{tensor.dtype, tensor.ndim, dims_.size(), 1, 0};
-  for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
-    const auto size = static_cast<std::size_t>(tensor.shape[dim]);
-    if (__builtin_mul_overflow(kind.count, size, &kind.count)) return false;
-  }
+  const std::optional<std::size_t> bytes = bytes_of(tensor);
+  if (!bytes || *bytes > most - nbytes_) return false;
   const std::size_t element = tensor.dtype.bits / 8;
-  if (kind.count > most / element || kind.count * element > most - nbytes_) return false;
-  kind.bytes = kind.count * element;
+  Kind kind{tensor.dtype, tensor.ndim, dims_.size(), *bytes / element, *bytes};
   const bool empty = kind.count == 0;
   dims_.insert(dims_.end(), tensor.shape, tensor.shape + tensor.ndim);
   dims_.insert(dims_.end(), tensor.strides, tensor.strides + tensor.ndim);

@@ -15,6 +15,13 @@
 
 namespace streamlap::bindings {
 
+// What a tensor says of itself; false where it is not of torch's own type, or cannot say it.
+bool asked(PyObject* object, dlpack::Tensor& tensor);
+// None: more than there can be.
+std::optional<std::size_t> bytes_of(const dlpack::Tensor& tensor);
+bool is_contiguous(const dlpack::Tensor& tensor);
+std::uintptr_t address_of(const dlpack::Tensor& tensor);
+
 // An address for each leaf of a tree; a type of its own, so that Python can hold one.
 struct Addresses : std::vector<std::uintptr_t> {
   Addresses() = default;

@@ -119,8 +119,7 @@ void throw_if_sticky() {
                   ". It was made by work issued before, not by this call; restart the process");
 }
 
-void check(cudaError_t status, const char* operation, const std::string& detail) {
-  if (status == cudaSuccess) return;
+void throw_error(cudaError_t status, const char* operation, const std::string& detail) {
   cudaGetLastError();  // so that nobody else's next call is blamed for it
   if (destroys_context(status)) {
     int expected = cudaSuccess;

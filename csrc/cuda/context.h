@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <string>
+#include <type_traits>
 
 #include "runtime/runtime.h"
 
@@ -13,7 +14,15 @@ namespace streamlap::cuda {
 
 // Throws for anything but success. Context-destroying errors are latched: every later call reports
 // the first of them, whatever it was doing.
-void check(cudaError_t status, const char* operation, const std::string& detail = {});
+[[noreturn]] void throw_error(cudaError_t status, const char* operation, const std::string& detail);
+inline void check(cudaError_t status, const char* operation, const char* detail = "") {
+  if (status != cudaSuccess) throw_error(status, operation, detail);
+}
+// `detail()` makes the words: nobody needs them where all is well.
+template <class Detail, class = std::enable_if_t<std::is_invocable_v<Detail>>>
+void check(cudaError_t status, const char* operation, Detail&& detail) {
+  if (status != cudaSuccess) throw_error(status, operation, detail());
+}
 void throw_if_sticky();
 bool sticky() noexcept;
 

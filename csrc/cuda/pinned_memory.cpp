@@ -57,7 +57,7 @@ PinnedMemory::Result PinnedMemory::make(Way way, std::size_t bytes) {
   if (way == driver) {
     Clock clock;
     check(cudaHostAlloc(&result.pointer, bytes, cudaHostAllocPortable), "cudaHostAlloc",
-          std::to_string(bytes) + " bytes");
+          [&] { return std::to_string(bytes) + " bytes"; });
     result.seconds = clock.lap();
     return result;
   }

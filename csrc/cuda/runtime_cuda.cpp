@@ -104,7 +104,7 @@ class CudaGate final : public Gate {
     check(cudaHostGetDevicePointer(&mapped, memory, 0), "cudaHostGetDevicePointer");
     constexpr auto limit_ns = static_cast<unsigned long long>(limit_seconds * 1e9);
     check(cuda::launch_gate(static_cast<volatile unsigned*>(mapped), limit_ns, native(stream)),
-          "launching the gate", where(stream));
+          "launching the gate", [&] { return where(stream); });
   }
   ~CudaGate() override { open(); }
 
@@ -183,7 +183,8 @@ void CudaRuntime::free_pinned(void* pointer, std::size_t) noexcept {
 void* CudaRuntime::alloc_device(int device, std::size_t bytes) {
   DeviceGuard guard(device);
   void* pointer = nullptr;
-  check(cudaMalloc(&pointer, bytes), "cudaMalloc", std::to_string(bytes) + " bytes");
+  check(cudaMalloc(&pointer, bytes), "cudaMalloc",
+        [&] { return std::to_string(bytes) + " bytes"; });
   return pointer;
 }
 
@@ -228,7 +229,7 @@ bool CudaRuntime::stream_capturing(StreamRef stream) {
     cudaGetLastError();
     return true;
   }
-  check(answer, "cudaStreamIsCapturing", where(stream));
+  check(answer, "cudaStreamIsCapturing", [&] { return where(stream); });
   return status != cudaStreamCaptureStatusNone;
 }
 
@@ -248,7 +249,8 @@ void CudaRuntime::stream_sync(StreamRef stream, Site) {
   }
   if (dropped(site_sync)) return;
   DeviceGuard guard(stream.device);
-  check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize", where(stream));
+  check(cudaStreamSynchronize(native(stream)), "cudaStreamSynchronize",
+        [&] { return where(stream); });
 }
 
 void CudaRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
@@ -277,7 +279,7 @@ void CudaRuntime::stream_wait(StreamRef stream, const Event& event, Site) {
   if (dropped(site_wait)) return;
   DeviceGuard guard(stream.device);
   check(cudaStreamWaitEvent(native(stream), recording->event(), 0), "cudaStreamWaitEvent",
-        where(stream));
+        [&] { return where(stream); });
 }
 
 void CudaRuntime::stream_reset_error(StreamRef stream) {
@@ -301,7 +303,8 @@ void CudaRuntime::event_record(Event& event, StreamRef stream, Site) {
     if (RecordingPtr last = target.last(); last && last->event()) recording = std::move(last);
   }
   DeviceGuard guard(stream.device);
-  check(cudaEventRecord(recording->event(), native(stream)), "cudaEventRecord", where(stream));
+  check(cudaEventRecord(recording->event(), native(stream)), "cudaEventRecord",
+        [&] { return where(stream); });
   target.set(std::move(recording));
 }
 
@@ -366,7 +369,7 @@ void CudaRuntime::copy_async(void* dst, const void* src, std::size_t bytes, Stre
   }
   DeviceGuard guard(stream.device);
   check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, native(stream)), "cudaMemcpyAsync",
-        std::to_string(bytes) + " bytes, " + where(stream));
+        [&] { return std::to_string(bytes) + " bytes, " + where(stream); });
 }
 
 void CudaRuntime::move(moves::MovePtr move, StreamRef stream) {
@@ -394,7 +397,7 @@ void CudaRuntime::move(moves::MovePtr move, StreamRef stream) {
     status = cuda::launch_scatter(*move, base, native(stream));
   }
   check(status, "launching a move",
-        std::to_string(move->pieces.size()) + " pieces, " + where(stream));
+        [&] { return std::to_string(move->pieces.size()) + " pieces, " + where(stream); });
 }
 
 void CudaRuntime::launch(std::function<void()> task, StreamRef stream) {
@@ -429,7 +432,8 @@ void CudaRuntime::device_sync(int device) {
     }
   }
   if (dropped(site_device)) return;
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "device " + std::to_string(device));
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize",
+        [&] { return "device " + std::to_string(device); });
 }
 
 bool CudaRuntime::idle() {

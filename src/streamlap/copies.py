@@ -91,9 +91,7 @@ def to_cpu(
     if usual and out is None and dtype is None:
         try:
             transfer = usual_transfer(tree)
-        except PoolExhausted:  # past the limit the general way goes on in ordinary memory
-            if pin:
-                raise
+        except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
             transfer = None
         if transfer is not None:
             return transfer

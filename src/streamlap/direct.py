@@ -7,18 +7,18 @@ takes several times as long as the driver's calls.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from streamlap import _native, observe
 from streamlap.arrays import Source, version_of
 from streamlap.batch import Copied, Part
 from streamlap.devices import Place, cuda_place, current_handle
 from streamlap.errors import PoolExhausted
-from streamlap.pinned import PinnedPool, pool_for, view_of
-from streamlap.policy import policy
+from streamlap.pinned import PinnedPool, view_of
+from streamlap.policy import Policy, policy
 from streamlap.transfer import Transfer
 
 
@@ -84,8 +84,58 @@ def _copy_out_slowly(
         keep_source=keep_source,  # site: direct.keep_source
         keep_destination=block,  # site: direct.keep_destination
     )
-    copy = observe.Copy(place, False, "direct" if place.is_cuda else "host", nbytes)
+    copy = observe.Copy(place, False, _path(place), nbytes)
     return observe.submitted(submit, copy, timed), block
+
+
+class TensorTransfer(Transfer):
+    """The transfer of one tensor, which makes its parts when somebody asks for one of them.
+
+    A loop that hands over one small tensor after the other spends as much time on them as on the
+    driver's calls; later there is time.
+    """
+
+    _counts = None
+    _spec = None
+    _to_device = False
+    _error: Exception | None = None
+    _modified: str | None = None
+
+    def __init__(
+        self, native: _native.Transfer, place: Place, alias: torch.Tensor, version: int | None
+    ) -> None:
+        self._native = native
+        self._place = place
+        self._borrowed = [Source(alias, False, version)]
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("_leaves", "_parts", "_nbytes"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with self._lock:
+            if "_parts" not in self.__dict__:
+                self._make_parts()
+        return self.__dict__[name]
+
+    def _make_parts(self) -> None:
+        place, source = self._place, self._borrowed[0]
+        assert isinstance(source, Source)
+        dst = view_of(self._native.take_block(), source.tensor.shape, source.tensor.dtype)
+        part = Part(self._native, place, _path(place), [0], place.is_cuda, place)
+        self._leaves = [Copied(dst, False, None, part)]
+        self._nbytes = dst.nbytes
+        self._parts = [part]
+
+    def _return_borrowed(self) -> None:
+        self._parts  # noqa: B018 - what they are made from goes
+        super()._return_borrowed()
+
+
+def _path(place: Place) -> str:
+    return "direct" if place.is_cuda else "host"
+
+
+_USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def usual_transfer(tensor: Any) -> Transfer | None:
@@ -93,34 +143,29 @@ def usual_transfer(tensor: Any) -> Transfer | None:
 
     None sends it the general way: so does whatever would be refused there.
     """
-    if type(tensor) is not torch.Tensor or not tensor.is_cuda or observe.watched():
-        return None
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return None
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return None
-    if is_functorch_wrapped_tensor(tensor) or not tensor.data_ptr():
+    if type(tensor) not in _USUAL or not tensor.is_cuda or observe.watched():
         return None
     place = cuda_place(tensor.get_device())
-    pool, handle = pool_for(place), current_handle(place.index)
-    return start_transfer(tensor, place, pool, handle, policy().chunk_bytes)
+    return start_transfer(tensor, place, place.pool, current_handle(place.index), policy())
 
 
 def start_transfer(
-    tensor: torch.Tensor, place: Place, pool: PinnedPool, handle: int, chunk_bytes: int
-) -> Transfer:
-    """Copy a contiguous tensor after what the stream ``handle`` of ``place`` was given."""
-    source = Source(tensor.detach(), False, version_of(tensor))
-    native, block = copy_out(
-        place,
-        pool,
-        tensor,
-        tensor.numel() * tensor.itemsize,
-        chunk_bytes,
-        True,
-        after=handle,  # site: direct.transfer_after
-        keep_source=source.tensor,  # site: direct.transfer_keeps_source
+    tensor: torch.Tensor, place: Place, pool: PinnedPool, handle: int, numbers: Policy
+) -> Transfer | None:
+    """Copy a contiguous tensor after what the stream ``handle`` of ``place`` was given.
+
+    None: it is not one of those that the table of torch's says everything about.
+    """
+    alias = tensor.detach()  # keeps the memory, whatever becomes of the caller's object
+    if alias.is_neg() or alias.is_conj():
+        return None
+    native = _native.copy_tensor_out(
+        place.engine,
+        pool._pool(),
+        place.index,
+        handle,  # site: direct.transfer_after
+        alias,  # site: direct.transfer_keeps_source
+        numbers.chunk_bytes,
+        numbers.timed_bytes,
     )
-    dst = view_of(block, tensor.shape, tensor.dtype)
-    part = Part(native, place, "direct", [0], place.is_cuda, place)
-    return Transfer([Copied(dst, False, None, part)], None, [part], [source], False)
+    return None if native is None else TensorTransfer(native, place, alias, version_of(tensor))

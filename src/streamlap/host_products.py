@@ -1,8 +1,8 @@
 """Default products of CPU tensors: computed where their results are wanted.
 
 On a logical CPU device a product and the memory that it would be copied to are the same memory, so
-nothing is copied. Small items also share a task of the worker: two changes of threads an item would
-cost more than the product.
+nothing is copied. Items share tasks of the worker, each task with twice as many as the one before:
+a caller that is woken for every item takes a core from the products, 12 % of 50 of 672x672 on two.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _computed(lanes: list[_Lane], control: Control) -> list[Results]:
 
 
 class _Lane:
-    """The items of one input, group by group; two groups are the worker's, so that it waits for
+    """The items of one input, task by task; two tasks are the worker's, so that it waits for
     nobody."""
 
     def __init__(
@@ -110,17 +110,19 @@ class _Lane:
         self._inference = torch.is_inference_mode_enabled()
         self._flying: list[_native.Event] = []
         self._started = 0
+        self._next = self._layout.group  # items of the next task
         self.pool = pool
         self.nbytes = n * self._layout.pitch
         self.results: Results = []
 
     def advance(self) -> bool:
-        """Start the next group, once there is room for it; False when all are started."""
+        """Start the next task, once there is room for it; False when all are started."""
         if self._started == self._n:
             return False
         if len(self._flying) == 2:
             self._flying.pop(0).synchronize()  # site: host_products.room
-        count = min(self._layout.group, self._n - self._started)
+        count = min(self._next, self._n - self._started)
+        self._next *= 2
         self._start(self._started, count)
         self._started += count
         return True
@@ -138,8 +140,11 @@ class _Lane:
 
     def _start(self, first: int, count: int) -> None:
         x, pitch = self._x, self._layout.pitch
-        block = self.pool._allocate(count * pitch)
-        made = [view_of(block, x.shape, x.dtype, None, item * pitch) for item in range(count)]
+        made: Results = []
+        for begin in range(0, count, self._layout.group):  # each group has memory of its own
+            items = min(self._layout.group, count - begin)
+            block = self.pool._allocate(items * pitch)
+            made += [view_of(block, x.shape, x.dtype, None, item * pitch) for item in range(items)]
         self.results += made
         compute_on(self._place, lambda: self._multiply(made, first), self._control.stop)
         self._flying.append(self._place.compute_stream().record())  # site: host_products.record

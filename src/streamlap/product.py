@@ -178,7 +178,7 @@ def _run(
     x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool, panels: int | None = None
 ) -> list[torch.Tensor]:
     flying: list[tuple[Flying | None, torch.Tensor]] = []
-    ends = Ends(x, n, panels)
+    ends = Ends(x, n, panels) if n == 1 else None  # else it would keep the first product waiting
     stream: _native.Stream | None = None
     native: Flying | None = None
     dst: torch.Tensor | None = None
@@ -191,7 +191,7 @@ def _run(
                 native = flying[index - depth][0]
                 assert native is not None
                 _make_room(native, stream)
-            if index == ends.cut:
+            if ends is not None and index == ends.cut:
                 first = stream is None
                 stream = stream or place.runtime.adopt(place.index, current_handle(place.index))
                 flying.append(ends.start(x, place, stream, pool))
@@ -204,6 +204,8 @@ def _run(
                 growth = pool._grow_ahead(product.nbytes, n)
             flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
+            ends = ends or Ends(x, n, panels)
+        assert ends is not None
         ends.issued(stream)
         for index in range(n):
             native, dst = flying[index]

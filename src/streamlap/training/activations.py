@@ -239,7 +239,9 @@ class ActivationOffload:
 
     def _note_pace(self, memory: Offloaded) -> None:
         if self._pace is not None and memory.left():
-            self._pace.copied(memory.nbytes, memory.seconds())
+            seconds = memory.seconds()
+            if seconds is not None:
+                self._pace.copied(memory.nbytes, seconds)
 
     def _count_dead(self) -> None:
         while self._died:

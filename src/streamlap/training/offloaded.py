@@ -95,9 +95,12 @@ class Offloaded:
         """Return whether the copy to the host is done."""
         return self._out.done()
 
-    def seconds(self) -> float:
-        """Return how long the copy to the host took; it must be done."""
-        return self._out.elapsed()
+    def seconds(self) -> float | None:
+        """Return how long the copy to the host took; it must be done. None: too small to tell."""
+        try:
+            return self._out.elapsed()
+        except streamlap.InvalidArgument:  # below the policy's timed_bytes
+            return None
 
     def wait_until_left(self) -> None:
         """Block until the copy to the host is done."""
