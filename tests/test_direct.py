@@ -1,8 +1,9 @@
 """The short way of to_cpu. It needs a GPU to be taken; here it runs on worker threads."""
 
-import dataclasses
 import gc
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers.data import random_bits, same_bits
 from helpers.streams import CopySide, eventually, finish_all, is_held, runtime_of
 
 import streamlap
-from streamlap import direct, watch
+from streamlap import _native, copies, direct, watch
 from streamlap.devices import host_place
 from streamlap.pinned import PinnedPool, pool_for
 
@@ -25,9 +26,10 @@ def start():
     stream = host_place(0).runtime.stream(0, "compute")
 
     def call(tensor, chunk_bytes=1 << 20, pool=None):
-        pool = pool or pool_for(place)
-        numbers = dataclasses.replace(streamlap.policy(), chunk_bytes=chunk_bytes)
-        return direct.start_transfer(tensor, place, pool, stream.handle, numbers)
+        short = _native.ShortWay()
+        short.add(0, place.engine, (pool or pool_for(place))._pool(), place)
+        made = short.start(tensor, chunk_bytes, 0, stream.handle)
+        return None if made is None else direct.TensorTransfer(made)
 
     call.stream = stream
     return call
@@ -109,18 +111,54 @@ def test_the_limit_is_kept_and_waits_for_what_comes_home(start):
     opener.join()
 
 
+def test_what_is_to_go_another_way(start):
+    z = torch.randn(6, 6, dtype=torch.complex64)
+    wrapped = torch.func.vmap(lambda row: [others.append(start(row)), row][1])
+    others = [start(z.t()), start(z[:, 1:]), start(z[:0]), start(z.conj())]
+    others += [start(z.conj().imag[0, :1]), start(torch.eye(3).to_sparse()), start([z]), start(None)]
+    wrapped(torch.ones(3, 4))
+    assert others == [None] * 9
+    assert _native.ShortWay().start(z, 1 << 20, 0) is None  # of a CPU, without a stream
+
+
+@pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x.clone().requires_grad_()])
+def test_what_has_history_comes_without(start, make):
+    source = make(torch.rand(7))
+    result = start(source).result()
+    assert not result.requires_grad
+    assert type(result) is torch.Tensor
+    assert same_bits(result, source.detach())
+    with torch.inference_mode():
+        assert same_bits(start(torch.ones(5)).result(), torch.ones(5))
+
+
+def test_parts_are_made_once_whoever_asks(start):
+    transfer = start(random_bits(1000))
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: transfer.result(), range(32)))
+    assert len({id(result) for result in results}) == 1
+    assert (transfer.nbytes, transfer.stats()["leaves"]) == (4000, 1)
+    with pytest.raises(AttributeError, match="no attribute 'value'"):
+        transfer.value
+
+
 # -- on a GPU
 
 
 @pytest.fixture
 def taken(monkeypatch):
+    """What the short way gave for each tensor it was asked for."""
     seen = []
-    real = direct.start_transfer
-    monkeypatch.setattr(
-        direct, "start_transfer", lambda tensor, *rest: seen.append(tensor) or real(tensor, *rest)
-    )
-    yield seen
-    seen.clear()
+    real = direct.usual_transfer
+
+    def asked(tensor):
+        transfer = real(tensor)
+        if transfer is not None:
+            seen.append(weakref.ref(transfer))
+        return transfer
+
+    monkeypatch.setattr(copies, "usual_transfer", asked)
+    return seen
 
 
 @pytest.mark.gpu
@@ -137,12 +175,14 @@ def test_what_is_taken_and_what_is_not(taken):
     assert not streamlap.to_cpu(graded).result().requires_grad
     assert len(taken) == 4
     z = torch.randn(6, 6, dtype=torch.complex64, device="cuda:0")
-    for other in (x.t(), x[:, 1:], x[:0], z.conj(), [x], {"a": x}, torch.nn.Parameter(graded.data)):
+    streamlap.to_cpu(torch.nn.Parameter(graded.data)).result()
+    assert len(taken) == 5
+    for other in (x.t(), x[:, 1:], x[:0], z.conj(), z.conj().imag[0, :1], [x], {"a": x}):
         streamlap.to_cpu(other).result()
     assert same_bits(streamlap.to_cpu(z.conj()).result(), z.conj().resolve_conj().cpu())
     assert same_bits(streamlap.to_cpu(x, pin=False).result(), x.cpu())
     assert streamlap.to_cpu(x, dtype=torch.float64).result().dtype == torch.float64
-    assert len(taken) == 4
+    assert len(taken) == 5
 
 
 @pytest.mark.gpu

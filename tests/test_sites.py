@@ -154,13 +154,19 @@ def test_what_a_copy_needs_lives_although_nobody_holds_it(simulation, leaves):
     assert eventually(lambda: all(array() is None for array in alive))
 
 
+def short_transfer(simulation, tensor, stream):
+    place, short = simulation.place(0), simulation.short
+    short.add(0, place.engine, simulation.pool._pool(), place)
+    return direct.TensorTransfer(short.start(tensor, 1 << 20, 0, stream.handle))
+
+
 def test_a_source_of_the_short_way_lives_although_nobody_holds_it(simulation):
-    place, stream = simulation.place(0), simulation.place(0).runtime.stream(0, "compute")
+    stream = simulation.place(0).runtime.stream(0, "compute")
     array = np.eye(8, dtype=np.float32)
     alive = weakref.ref(array)
     gate = copy_stream(simulation).gate()
     source = torch.from_numpy(array)
-    transfer = direct.start_transfer(source, place, simulation.pool, stream.handle, streamlap.policy())
+    transfer = short_transfer(simulation, source, stream)
     del transfer, source, array
     gc.collect()
     assert alive() is not None
@@ -171,9 +177,9 @@ def test_a_source_of_the_short_way_lives_although_nobody_holds_it(simulation):
 
 
 def test_the_short_way_starts_after_its_stream(simulation):
-    place, stream = simulation.place(0), simulation.place(0).runtime.stream(0, "compute")
+    stream = simulation.place(0).runtime.stream(0, "compute")
     gate = stream.gate()
-    transfer = direct.start_transfer(numbers(), place, simulation.pool, stream.handle, streamlap.policy())
+    transfer = short_transfer(simulation, numbers(), stream)
     with pytest.raises(streamlap.TransferTimeout):
         transfer.result(MOMENT)
     gate.open()

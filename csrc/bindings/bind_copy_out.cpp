@@ -1,6 +1,8 @@
 // The short ways to the host: one range of bytes, or one tensor, into new page-locked memory, in
 // one call that takes the memory, orders the copy and starts it, and lets go of the interpreter's
 // lock once.
+#include <pybind11/stl.h>
+
 #include "base/process.h"
 #include "bindings/py_transfer.h"
 #include "bindings/tensor_row.h"
@@ -78,37 +80,104 @@ py::tuple copy_out(const std::shared_ptr<CopyEngine>& engine, PinnedPool& pool, 
                         std::move(started.block));
 }
 
-// The transfer of a contiguous tensor of `device`, which holds its block until take_block(); null
-// for any other. It is timed from `timed_bytes` on. `alias` is kept until the copy is done.
-std::unique_ptr<PyTransfer> copy_tensor_out(const std::shared_ptr<CopyEngine>& engine,
-                                            PinnedPool& pool, int device, std::uintptr_t stream,
-                                            const py::object& alias, std::size_t chunk_bytes,
-                                            std::size_t timed_bytes) {
-  dlpack::Tensor tensor;
-  if (!asked(alias.ptr(), tensor)) return nullptr;
-  const dlpack::Device wanted = engine->runtime()->uses_device_memory()
-                                    ? dlpack::Device{dlpack::cuda, device}
-                                    : dlpack::Device{dlpack::cpu, tensor.device.index};
-  const std::optional<std::size_t> bytes = bytes_of(tensor);
-  if (!(tensor.device == wanted) || !bytes || *bytes == 0 || !is_contiguous(tensor)) return nullptr;
-  CopyItem item;
-  item.src = reinterpret_cast<const void*>(address_of(tensor));
-  if (item.src == nullptr) return nullptr;  // freed
-  item.bytes = *bytes;
-  item.element_bytes = tensor.dtype.bits / 8;
-  Started started = start(engine, pool, device, stream, std::move(item), chunk_bytes,
-                          *bytes >= timed_bytes, alias);
-  auto made = std::make_unique<PyTransfer>(engine, std::move(started.transfer));
-  made->give_block(std::move(started.block));
-  return made;
-}
+// An attribute of Python's, looked up by a name that is made once.
+class Name {
+ public:
+  explicit Name(const char* name) : name_(PyUnicode_InternFromString(name)) {
+    if (name_ == nullptr) throw py::error_already_set();
+  }
+  py::object call(py::handle object) const {
+    PyObject* value = PyObject_CallMethodNoArgs(object.ptr(), name_);
+    if (value == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(value);
+  }
+  // None where asking raises RuntimeError.
+  py::object get(py::handle object) const {
+    PyObject* value = PyObject_GetAttr(object.ptr(), name_);
+    if (value == nullptr) {
+      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
+      PyErr_Clear();
+      return py::none();
+    }
+    return py::reinterpret_steal<py::object>(value);
+  }
+
+ private:
+  PyObject* name_;  // lives to the end, as the module does
+};
+
+// What `to_cpu` is mostly given, one tensor on a GPU and nothing else: all that Python would ask of
+// it and of the devices, asked from here. On cold caches each line of Python costs as much as a
+// call of the driver's.
+class ShortWay {
+ public:
+  // What serves a device: its engine, its pool, and what Python calls it.
+  void add(int device, std::shared_ptr<CopyEngine> engine, std::shared_ptr<PinnedPool> pool,
+           py::object place) {
+    if (device < 0) throw Error(ErrorKind::invalid_argument, "no such device");
+    const auto index = static_cast<std::size_t>(device);
+    if (served_.size() <= index) served_.resize(index + 1);
+    served_[index] = {std::move(engine), std::move(pool), std::move(place)};
+  }
+
+  // Starts the copy of a tensor with values in one range, longer than nothing, after what `stream`
+  // has been given (null: torch's current one), timed from `timed_bytes` on. What it gives back:
+  // the transfer, which holds its block until take_block(), what Python calls the device, an alias
+  // of the tensor, and its version. Or the index of a device that nothing was added for; or
+  // nothing: a tensor that is to go another way.
+  py::object start(py::handle tensor, std::size_t chunk_bytes, std::size_t timed_bytes,
+                   std::optional<std::uintptr_t> stream) {
+    static const Name detach("detach"), is_neg("is_neg"), is_conj("is_conj"), version("_version");
+    if (process::ending() || !is_torchs(tensor)) return py::none();
+    dlpack::Tensor lies;
+    if (!says(tensor, lies)) return py::none();
+    const bool on_gpu = lies.device.type == dlpack::cuda;
+    if (!on_gpu && !stream) return py::none();
+    const std::optional<std::size_t> bytes = bytes_of(lies);
+    if (!bytes || *bytes == 0 || !is_contiguous(lies) || address_of(lies) == 0) return py::none();
+    if (is_neg.call(tensor).ptr() != Py_False) return py::none();
+    if (lies.dtype.code == dlpack::code_complex && is_conj.call(tensor).ptr() != Py_False) {
+      return py::none();
+    }
+    const auto index = static_cast<std::size_t>(lies.device.index);
+    if (index >= served_.size() || !served_[index].engine) return py::int_(lies.device.index);
+    const Served& served = served_[index];
+    if (served.engine->runtime()->uses_device_memory() != on_gpu) return py::none();
+    if (!stream) stream = current_stream_of(lies.device.index);
+    if (!stream) return py::none();
+    CopyItem item;
+    item.src = reinterpret_cast<const void*>(address_of(lies));
+    item.bytes = *bytes;
+    item.element_bytes = lies.dtype.bits / 8;
+    // It keeps the memory, whatever becomes of the caller's object.
+    const py::object alias = detach.call(tensor);
+    Started started =
+        streamlap::bindings::start(served.engine, *served.pool, lies.device.index, *stream,
+                                   std::move(item), chunk_bytes, *bytes >= timed_bytes, alias);
+    auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
+    made->give_block(std::move(started.block));
+    return py::make_tuple(std::move(made), served.place, alias, version.get(tensor));
+  }
+
+ private:
+  struct Served {
+    std::shared_ptr<CopyEngine> engine;
+    std::shared_ptr<PinnedPool> pool;
+    py::object place;
+  };
+  std::vector<Served> served_;  // by device
+};
 
 }  // namespace
 
 void bind_copy_out(py::module_& module) {
   // Without names: their look-up would be a part of what the call costs.
   module.def("copy_out", &copy_out);
-  module.def("copy_tensor_out", &copy_tensor_out);
+  py::class_<ShortWay>(module, "ShortWay")
+      .def(py::init<>())
+      .def("add", &ShortWay::add)
+      .def("start", &ShortWay::start, py::arg("tensor"), py::arg("chunk_bytes"),
+           py::arg("timed_bytes"), py::arg("stream") = py::none());
 }
 
 }  // namespace streamlap::bindings

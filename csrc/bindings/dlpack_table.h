@@ -51,7 +51,8 @@ struct ExchangeApi {
   void* managed_to_object;
   // May be null. Not 0: a Python error is set.
   int (*tensor_from_object)(void* object, Tensor* out);
-  void* current_stream;
+  // May be null. Not 0: a Python error is set.
+  int (*current_stream)(std::int32_t device_type, std::int32_t device_index, void** out);
 };
 
 }  // namespace streamlap::bindings::dlpack

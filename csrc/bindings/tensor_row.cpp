@@ -15,6 +15,7 @@ namespace {
 struct Known {
   const dlpack::ExchangeApi* api = nullptr;
   PyTypeObject* tensor = nullptr;  // kept for good, as the table is
+  PyTypeObject* parameter = nullptr;
 };
 
 Known& known() {
@@ -22,17 +23,36 @@ Known& known() {
   return instance;
 }
 
+// What a tensor that is no parameter says.
+bool asked(py::handle object, dlpack::Tensor& tensor) {
+  return known().api != nullptr && Py_TYPE(object.ptr()) == known().tensor && says(object, tensor);
+}
+
 }  // namespace
 
-bool asked(PyObject* object, dlpack::Tensor& tensor) {
-  const Known& ask = known();
-  if (ask.api == nullptr || Py_TYPE(object) != ask.tensor) return false;
+bool is_torchs(py::handle object) {
+  const PyTypeObject* type = Py_TYPE(object.ptr());
+  return known().api != nullptr && (type == known().tensor || type == known().parameter);
+}
+
+bool says(py::handle object, dlpack::Tensor& tensor) {
   tensor = {};
-  if (ask.api->tensor_from_object(object, &tensor) != 0) {
+  if (known().api->tensor_from_object(object.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;
   }
   return tensor.dtype.lanes == 1 && tensor.dtype.bits != 0 && tensor.dtype.bits % 8 == 0;
+}
+
+std::optional<std::uintptr_t> current_stream_of(int device) {
+  const Known& ask = known();
+  if (ask.api == nullptr || ask.api->current_stream == nullptr) return std::nullopt;
+  void* stream = nullptr;
+  if (ask.api->current_stream(dlpack::cuda, device, &stream) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return reinterpret_cast<std::uintptr_t>(stream);
 }
 
 bool is_contiguous(const dlpack::Tensor& tensor) {
@@ -59,13 +79,14 @@ std::optional<std::size_t> bytes_of(const dlpack::Tensor& tensor) {
   return count > most / element ? std::nullopt : std::optional(count * element);
 }
 
-void use_tensors_of(const py::capsule& table, const py::type& tensor) {
+void use_tensors_of(const py::capsule& table, const py::type& tensor, const py::type& parameter) {
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(table.ptr(), dlpack::capsule_name));
   if (api == nullptr) throw py::error_already_set();
   while (api != nullptr && api->major != dlpack::major_known) api = api->older;
   if (api == nullptr || api->tensor_from_object == nullptr) return;  // then each is asked by itself
-  known() = {api, reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr())};
+  known() = {api, reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr()),
+             reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr())};
 }
 
 bool TensorRow::add(const dlpack::Tensor& tensor) {
@@ -95,7 +116,7 @@ std::shared_ptr<TensorRow> TensorRow::of(const py::list& tensors) {
   row->addresses_->reserve(tensors.size());
   for (const py::handle& object : tensors) {
     dlpack::Tensor tensor;
-    if (!asked(object.ptr(), tensor)) return nullptr;
+    if (!asked(object, tensor)) return nullptr;
     if (row->kinds_.empty()) row->device_ = tensor.device;
     if (!(tensor.device == row->device_)) return nullptr;
     if (!row->add(tensor)) return nullptr;
@@ -116,7 +137,7 @@ std::shared_ptr<TensorRow> TensorRow::described(
   row->device_ = device < 0 ? dlpack::Device{dlpack::cpu, 0} : dlpack::Device{dlpack::cuda, device};
   for (std::size_t leaf = 0; leaf < shapes.size(); ++leaf) {
     dlpack::Tensor tensor;
-    if (!asked(examples[leaf].ptr(), tensor)) return nullptr;
+    if (!asked(examples[leaf], tensor)) return nullptr;
     if (shapes[leaf].size() != strides[leaf].size()) {
       throw Error(ErrorKind::invalid_argument, "a tensor has a stride for each size");
     }

@@ -15,8 +15,12 @@
 
 namespace streamlap::bindings {
 
-// What a tensor says of itself; false where it is not of torch's own type, or cannot say it.
-bool asked(PyObject* object, dlpack::Tensor& tensor);
+// A tensor of torch's own type, or a parameter.
+bool is_torchs(py::handle object);
+// What such a one says of itself; false where it cannot say it.
+bool says(py::handle object, dlpack::Tensor& tensor);
+// The handle of the current stream of torch's on a GPU; none where the table does not say it.
+std::optional<std::uintptr_t> current_stream_of(int device);
 // None: more than there can be.
 std::optional<std::size_t> bytes_of(const dlpack::Tensor& tensor);
 bool is_contiguous(const dlpack::Tensor& tensor);

@@ -84,10 +84,8 @@ def to_cpu(
     Stream order: starts after the work that ``stream`` has been given, and, with ``out``, after
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
-    watch.enter()
     usual = stream is None and pool is None and protect is False and nonfinite is False
     usual = usual and (pin is None or pin is True) and chunk_bytes is None
-    dtype = as_dtype(dtype)
     if usual and out is None and dtype is None:
         try:
             transfer = usual_transfer(tree)
@@ -95,6 +93,8 @@ def to_cpu(
             transfer = None
         if transfer is not None:
             return transfer
+    watch.enter()
+    dtype = as_dtype(dtype)
     leaves, spec = flatten(tree)
     outs = _out_leaves(out, spec, len(leaves))
     if usual and len(leaves) > 1:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from streamlap import _native, observe
-from streamlap.arrays import Source, version_of
+from streamlap import _native, observe, watch
+from streamlap.arrays import Source
 from streamlap.batch import Copied, Part
-from streamlap.devices import Place, cuda_place, current_handle
+from streamlap.devices import Place
 from streamlap.errors import PoolExhausted
 from streamlap.pinned import PinnedPool, view_of
-from streamlap.policy import Policy, policy
+from streamlap.policy import policy
+from streamlap.serving import current
 from streamlap.transfer import Transfer
 
 
@@ -91,8 +92,8 @@ def _copy_out_slowly(
 class TensorTransfer(Transfer):
     """The transfer of one tensor, which makes its parts when somebody asks for one of them.
 
-    A loop that hands over one small tensor after the other spends as much time on them as on the
-    driver's calls; later there is time.
+    A loop that hands over one small tensor after the other would spend as much time on them as on
+    the driver's calls; later there is time.
     """
 
     _counts = None
@@ -101,41 +102,34 @@ class TensorTransfer(Transfer):
     _error: Exception | None = None
     _modified: str | None = None
 
-    def __init__(
-        self, native: _native.Transfer, place: Place, alias: torch.Tensor, version: int | None
-    ) -> None:
-        self._native = native
-        self._place = place
-        self._borrowed = [Source(alias, False, version)]
-        self._lock = threading.Lock()
+    def __init__(self, made: tuple[_native.Transfer, Place, torch.Tensor, int | None]) -> None:
+        self._made = made
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("_leaves", "_parts", "_nbytes"):
+        if name not in ("_parts", "_leaves", "_borrowed", "_lock", "_nbytes"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        with self._lock:
+        with _making:
             if "_parts" not in self.__dict__:
                 self._make_parts()
         return self.__dict__[name]
 
     def _make_parts(self) -> None:
-        place, source = self._place, self._borrowed[0]
-        assert isinstance(source, Source)
-        dst = view_of(self._native.take_block(), source.tensor.shape, source.tensor.dtype)
-        part = Part(self._native, place, _path(place), [0], place.is_cuda, place)
+        native, place, alias, version = self._made
+        dst = view_of(native.take_block(), alias.shape, alias.dtype)
+        del self._made  # what is borrowed is let go of with the rest
+        part = Part(native, place, _path(place), [0], place.is_cuda, place)
+        self._lock = threading.Lock()
         self._leaves = [Copied(dst, False, None, part)]
+        self._borrowed = [Source(alias, False, version)]
         self._nbytes = dst.nbytes
         self._parts = [part]
 
-    def _return_borrowed(self) -> None:
-        self._parts  # noqa: B018 - what they are made from goes
-        super()._return_borrowed()
+
+_making = threading.RLock()  # a collection of garbage inside may run anything
 
 
 def _path(place: Place) -> str:
     return "direct" if place.is_cuda else "host"
-
-
-_USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def usual_transfer(tensor: Any) -> Transfer | None:
@@ -143,29 +137,13 @@ def usual_transfer(tensor: Any) -> Transfer | None:
 
     None sends it the general way: so does whatever would be refused there.
     """
-    if type(tensor) not in _USUAL or not tensor.is_cuda or observe.watched():
+    if observe.recorder is not None or observe.ranges:
         return None
-    place = cuda_place(tensor.get_device())
-    return start_transfer(tensor, place, place.pool, current_handle(place.index), policy())
-
-
-def start_transfer(
-    tensor: torch.Tensor, place: Place, pool: PinnedPool, handle: int, numbers: Policy
-) -> Transfer | None:
-    """Copy a contiguous tensor after what the stream ``handle`` of ``place`` was given.
-
-    None: it is not one of those that the table of torch's says everything about.
-    """
-    alias = tensor.detach()  # keeps the memory, whatever becomes of the caller's object
-    if alias.is_neg() or alias.is_conj():
-        return None
-    native = _native.copy_tensor_out(
-        place.engine,
-        pool._pool(),
-        place.index,
-        handle,  # site: direct.transfer_after
-        alias,  # site: direct.transfer_keeps_source
-        numbers.chunk_bytes,
-        numbers.timed_bytes,
-    )
-    return None if native is None else TensorTransfer(native, place, alias, version_of(tensor))
+    serving, numbers = current.get(), policy()
+    made = serving.short.start(tensor, numbers.chunk_bytes, numbers.timed_bytes)
+    if type(made) is int:
+        watch.enter()
+        place = serving.place(made, cuda=True)
+        serving.short.add(made, place.engine, place.pool._pool(), place)
+        made = serving.short.start(tensor, numbers.chunk_bytes, numbers.timed_bytes)
+    return None if made is None else TensorTransfer(made)
