@@ -13,7 +13,6 @@ from helpers.streams import MOMENT, CopySide, eventually, is_held
 
 import streamlap
 from streamlap import _native, rows, to_cpu, to_device
-from streamlap.arrays import row_of
 from streamlap.devices import current_stream, place_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -130,7 +129,7 @@ ODD = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_odd_is_no_row(kind):
-    assert row_of([torch.ones(4), ODD[kind]()]) is None
+    assert _native.TensorRow.of([torch.ones(4), ODD[kind]()]) is None
 
 
 @pytest.mark.parametrize("kind", ["parameter", "with history", "negative", "conjugate", "array"])

@@ -5,7 +5,7 @@
 
 #include "base/process.h"
 #include "bindings/py_transfer.h"
-#include "bindings/tensor_row.h"
+#include "bindings/torch_tensor.h"
 #include "bindings/types.h"
 
 namespace streamlap::bindings {
@@ -80,32 +80,6 @@ py::tuple copy_out(const std::shared_ptr<CopyEngine>& engine, PinnedPool& pool, 
                         std::move(started.block));
 }
 
-// An attribute of Python's, looked up by a name that is made once.
-class Name {
- public:
-  explicit Name(const char* name) : name_(PyUnicode_InternFromString(name)) {
-    if (name_ == nullptr) throw py::error_already_set();
-  }
-  py::object call(py::handle object) const {
-    PyObject* value = PyObject_CallMethodNoArgs(object.ptr(), name_);
-    if (value == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(value);
-  }
-  // None where asking raises RuntimeError.
-  py::object get(py::handle object) const {
-    PyObject* value = PyObject_GetAttr(object.ptr(), name_);
-    if (value == nullptr) {
-      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
-      PyErr_Clear();
-      return py::none();
-    }
-    return py::reinterpret_steal<py::object>(value);
-  }
-
- private:
-  PyObject* name_;  // lives to the end, as the module does
-};
-
 // What `to_cpu` is mostly given, one tensor on a GPU and nothing else: all that Python would ask of
 // it and of the devices, asked from here. On cold caches each line of Python costs as much as a
 // call of the driver's.
@@ -127,18 +101,14 @@ class ShortWay {
   // nothing: a tensor that is to go another way.
   py::object start(py::handle tensor, std::size_t chunk_bytes, std::size_t timed_bytes,
                    std::optional<std::uintptr_t> stream) {
-    static const Name detach("detach"), is_neg("is_neg"), is_conj("is_conj"), version("_version");
-    if (process::ending() || !is_torchs(tensor)) return py::none();
+    if (process::ending() || !is_torchs(tensor, true)) return py::none();
     dlpack::Tensor lies;
     if (!says(tensor, lies)) return py::none();
     const bool on_gpu = lies.device.type == dlpack::cuda;
     if (!on_gpu && !stream) return py::none();
     const std::optional<std::size_t> bytes = bytes_of(lies);
     if (!bytes || *bytes == 0 || !is_contiguous(lies) || address_of(lies) == 0) return py::none();
-    if (is_neg.call(tensor).ptr() != Py_False) return py::none();
-    if (lies.dtype.code == dlpack::code_complex && is_conj.call(tensor).ptr() != Py_False) {
-      return py::none();
-    }
+    if (!is_plain(tensor, lies)) return py::none();
     const auto index = static_cast<std::size_t>(lies.device.index);
     if (index >= served_.size() || !served_[index].engine) return py::int_(lies.device.index);
     const Served& served = served_[index];
@@ -149,14 +119,13 @@ class ShortWay {
     item.src = reinterpret_cast<const void*>(address_of(lies));
     item.bytes = *bytes;
     item.element_bytes = lies.dtype.bits / 8;
-    // It keeps the memory, whatever becomes of the caller's object.
-    const py::object alias = detach.call(tensor);
+    const py::object alias = alias_of(tensor);
     Started started =
         streamlap::bindings::start(served.engine, *served.pool, lies.device.index, *stream,
                                    std::move(item), chunk_bytes, *bytes >= timed_bytes, alias);
     auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
     made->give_block(std::move(started.block));
-    return py::make_tuple(std::move(made), served.place, alias, version.get(tensor));
+    return py::make_tuple(std::move(made), served.place, alias, version_of(tensor));
   }
 
  private:

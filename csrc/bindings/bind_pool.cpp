@@ -92,6 +92,17 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
   });
 }
 
+// First and one past the last address of the block around `pointer`; none where it is no pool's.
+std::optional<std::pair<std::uintptr_t, std::uintptr_t>> block_around(
+    std::uintptr_t pointer, const std::shared_ptr<Runtime>& runtime) {
+  for (const auto& pool : pools_of(runtime)) {
+    const auto [data, bytes] = pool->extent(reinterpret_cast<const void*>(pointer));
+    const auto begin = reinterpret_cast<std::uintptr_t>(data);
+    if (data != nullptr) return std::pair(begin, begin + bytes);
+  }
+  return std::nullopt;
+}
+
 // Ordinary memory of its own mapping, on huge pages where there are some. A forked child has its
 // own copy, so it may be unmapped there, too.
 class PyPages {
@@ -274,6 +285,7 @@ void bind_pool(py::module_& module) {
       .def_static("size_class", &PinnedPool::size_class);
 
   module.def("record_use", &record_use);
+  module.def("block_around", &block_around, py::arg("pointer"), py::arg("runtime"));
   module.def("uses_of", &uses_of, py::arg("pointer"), py::arg("runtime"));
   module.def("set_current_streams_hook",
              [](const py::object& hook) { current_streams_hook() = share(hook); });

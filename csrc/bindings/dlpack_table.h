@@ -42,13 +42,24 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
+// What an array is made from, with who lets go of its memory.
+struct ManagedTensor {
+  std::uint32_t major;
+  std::uint32_t minor;
+  void* context;
+  void (*let_go)(ManagedTensor* self);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
 struct ExchangeApi {
   std::uint32_t major;
   std::uint32_t minor;
   ExchangeApi* older;  // another table, of an earlier major version
   void* allocate;
   void* managed_from_object;
-  void* managed_to_object;
+  // Not 0: a Python error is set, and the memory is still the caller's.
+  int (*managed_to_object)(ManagedTensor* tensor, void** out);
   // May be null. Not 0: a Python error is set.
   int (*tensor_from_object)(void* object, Tensor* out);
   // May be null. Not 0: a Python error is set.

@@ -160,6 +160,7 @@ void bind_runtime(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_transfer(py::module_& module);
 void bind_copy_out(py::module_& module);
+void bind_torch_tensor(py::module_& module);
 void bind_tensor_row(py::module_& module);
 void bind_tree(py::module_& module);
 void bind_pages(py::module_& module);

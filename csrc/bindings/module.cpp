@@ -8,6 +8,7 @@ PYBIND11_MODULE(_native, module) {
   streamlap::bindings::bind_pool(module);
   streamlap::bindings::bind_transfer(module);
   streamlap::bindings::bind_copy_out(module);
+  streamlap::bindings::bind_torch_tensor(module);
   streamlap::bindings::bind_tensor_row(module);
   streamlap::bindings::bind_tree(module);
   streamlap::bindings::bind_pages(module);

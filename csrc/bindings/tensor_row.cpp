@@ -12,82 +12,13 @@
 namespace streamlap::bindings {
 namespace {
 
-struct Known {
-  const dlpack::ExchangeApi* api = nullptr;
-  PyTypeObject* tensor = nullptr;  // kept for good, as the table is
-  PyTypeObject* parameter = nullptr;
-};
-
-Known& known() {
-  static Known instance;
-  return instance;
-}
-
-// What a tensor that is no parameter says.
+// What a plain tensor without history says, one that is no parameter.
 bool asked(py::handle object, dlpack::Tensor& tensor) {
-  return known().api != nullptr && Py_TYPE(object.ptr()) == known().tensor && says(object, tensor);
+  return is_torchs(object) && says(object, tensor) && !requires_grad(object) &&
+         is_plain(object, tensor);
 }
 
 }  // namespace
-
-bool is_torchs(py::handle object) {
-  const PyTypeObject* type = Py_TYPE(object.ptr());
-  return known().api != nullptr && (type == known().tensor || type == known().parameter);
-}
-
-bool says(py::handle object, dlpack::Tensor& tensor) {
-  tensor = {};
-  if (known().api->tensor_from_object(object.ptr(), &tensor) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  return tensor.dtype.lanes == 1 && tensor.dtype.bits != 0 && tensor.dtype.bits % 8 == 0;
-}
-
-std::optional<std::uintptr_t> current_stream_of(int device) {
-  const Known& ask = known();
-  if (ask.api == nullptr || ask.api->current_stream == nullptr) return std::nullopt;
-  void* stream = nullptr;
-  if (ask.api->current_stream(dlpack::cuda, device, &stream) != 0) {
-    PyErr_Clear();
-    return std::nullopt;
-  }
-  return reinterpret_cast<std::uintptr_t>(stream);
-}
-
-bool is_contiguous(const dlpack::Tensor& tensor) {
-  std::int64_t step = 1;
-  for (std::int32_t dim = tensor.ndim; dim-- > 0;) {
-    if (tensor.shape[dim] != 1 && tensor.strides[dim] != step) return false;
-    step *= tensor.shape[dim];
-  }
-  return true;
-}
-
-std::uintptr_t address_of(const dlpack::Tensor& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
-}
-
-std::optional<std::size_t> bytes_of(const dlpack::Tensor& tensor) {
-  constexpr std::size_t most = std::numeric_limits<std::ptrdiff_t>::max();
-  const std::size_t element = tensor.dtype.bits / 8;
-  std::size_t count = 1;
-  for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
-    const auto size = static_cast<std::size_t>(tensor.shape[dim]);
-    if (__builtin_mul_overflow(count, size, &count)) return std::nullopt;
-  }
-  return count > most / element ? std::nullopt : std::optional(count * element);
-}
-
-void use_tensors_of(const py::capsule& table, const py::type& tensor, const py::type& parameter) {
-  const auto* api = static_cast<const dlpack::ExchangeApi*>(
-      PyCapsule_GetPointer(table.ptr(), dlpack::capsule_name));
-  if (api == nullptr) throw py::error_already_set();
-  while (api != nullptr && api->major != dlpack::major_known) api = api->older;
-  if (api == nullptr || api->tensor_from_object == nullptr) return;  // then each is asked by itself
-  known() = {api, reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr()),
-             reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr())};
-}
 
 bool TensorRow::add(const dlpack::Tensor& tensor) {
   constexpr std::size_t most = std::numeric_limits<std::ptrdiff_t>::max();
@@ -179,6 +110,29 @@ std::shared_ptr<TensorRow> TensorRow::placed(std::uintptr_t base,
   return row;
 }
 
+py::list TensorRow::made_in(py::handle owner, std::uintptr_t base,
+                            const std::vector<std::size_t>& offsets) const {
+  if (ambiguous_ || offsets.size() != size()) {
+    throw Error(ErrorKind::invalid_argument, "no such tensors can be made");
+  }
+  const SharedObject shared = share(owner);
+  py::list made(size());
+  for (std::size_t leaf = 0; leaf < size(); ++leaf) {
+    const Kind& kind = kinds_[leaf];
+    auto* dims = const_cast<std::int64_t*>(dims_.data() + kind.first);  // they are read
+    const dlpack::Tensor lies{reinterpret_cast<void*>(base + offsets[leaf]),
+                              {dlpack::cpu, 0},
+                              kind.ndim,
+                              kind.dtype,
+                              dims,
+                              dims + kind.ndim,
+                              0};
+    PyList_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(leaf),
+                    new_tensor(lies, shared).release().ptr());
+  }
+  return made;
+}
+
 bool TensorRow::lies_as(const TensorRow& other) const {
   if (size() != other.size() || dims_ != other.dims_) return false;
   return std::equal(kinds_.begin(), kinds_.end(), other.kinds_.begin(),
@@ -251,6 +205,7 @@ void bind_tensor_row(py::module_& module) {
       .def_static("of", &TensorRow::of)
       .def_static("described", &TensorRow::described)
       .def("addresses_of", &TensorRow::addresses_of)
+      .def("made_in", &TensorRow::made_in)
       .def("placed", [](const TensorRow& row, std::uintptr_t base,
                         const TreePlan& plan) { return row.placed(base, plan.offsets()); })
       .def("lies_as", &TensorRow::lies_as)
@@ -266,7 +221,6 @@ void bind_tensor_row(py::module_& module) {
       .def_property_readonly("has_empty", &TensorRow::has_empty)
       .def_property_readonly("nbytes", &TensorRow::nbytes)
       .def_property_readonly("largest", &TensorRow::largest);
-  module.def("use_tensors_of", &use_tensors_of);
 }
 
 }  // namespace streamlap::bindings

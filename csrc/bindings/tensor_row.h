@@ -10,21 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/dlpack_table.h"
-#include "bindings/gil.h"
+#include "bindings/torch_tensor.h"
 
 namespace streamlap::bindings {
-
-// A tensor of torch's own type, or a parameter.
-bool is_torchs(py::handle object);
-// What such a one says of itself; false where it cannot say it.
-bool says(py::handle object, dlpack::Tensor& tensor);
-// The handle of the current stream of torch's on a GPU; none where the table does not say it.
-std::optional<std::uintptr_t> current_stream_of(int device);
-// None: more than there can be.
-std::optional<std::size_t> bytes_of(const dlpack::Tensor& tensor);
-bool is_contiguous(const dlpack::Tensor& tensor);
-std::uintptr_t address_of(const dlpack::Tensor& tensor);
 
 // An address for each leaf of a tree; a type of its own, so that Python can hold one.
 struct Addresses : std::vector<std::uintptr_t> {
@@ -35,8 +23,8 @@ struct Addresses : std::vector<std::uintptr_t> {
 // Does not change. What it knows of a tensor holds as long as nobody resizes it: for one call.
 class TensorRow {
  public:
-  // Of tensors of one device that are of torch's own type. Null where one is not, or the table of
-  // functions says nothing of it.
+  // Of tensors of one device that are of torch's own type, and plain. Null where one is not, has
+  // history, or the table of functions says nothing of it.
   static std::shared_ptr<TensorRow> of(const py::list& tensors);
   // What tensors would say that have these shapes and strides, the dtypes of `examples`, and lie on
   // this device (-1: the CPU). They have no addresses.
@@ -45,8 +33,12 @@ class TensorRow {
                                               const py::list& examples, int device);
 
   std::size_t size() const noexcept { return kinds_.size(); }
-  // Null unless these are as many tensors, of the same shapes, strides, dtypes and device.
+  // Null unless these are as many such tensors, of the same shapes, strides, dtypes and device.
   std::shared_ptr<Addresses> addresses_of(const py::list& tensors) const;
+  // Tensors like these of new memory, which `owner` keeps, each from its offset on. Refused where
+  // a type is ambiguous.
+  py::list made_in(py::handle owner, std::uintptr_t base,
+                   const std::vector<std::size_t>& offsets) const;
   // The same tensors in one range from `base` on.
   std::shared_ptr<TensorRow> placed(std::uintptr_t base,
                                     const std::vector<std::size_t>& offsets) const;

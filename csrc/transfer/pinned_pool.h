@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/changes.h"
@@ -141,6 +142,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // The live block that contains `pointer`, to record a use of it. False when it is none of ours.
   bool record_use(const void* pointer, StreamRef stream);
+  // Where that block lies, as far as it was asked for; null and 0 where it is none of ours.
+  std::pair<const std::byte*, std::size_t> extent(const void* pointer) const;
   // The uses of that block; none where it is none of ours.
   std::vector<EventPtr> uses(const void* pointer) const;
 

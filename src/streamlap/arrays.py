@@ -83,11 +83,11 @@ class Sources:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         """Raise RuntimeError where one has no version counter."""
         self.tensors = tensors
-        self._versions = list(map(_VERSION, tensors))
+        self._versions = _versions_of(tensors)
 
     def written(self) -> torch.Tensor | None:
         """Return one that was written since, if any."""
-        now = list(map(_VERSION, self.tensors))
+        now = _versions_of(self.tensors)
         if now == self._versions:
             return None
         pairs = zip(now, self._versions, strict=True)
@@ -100,23 +100,17 @@ if type(_table).__name__ == "PyCapsule":  # older versions of torch have none: t
 
 _DTYPE = operator.attrgetter("dtype")
 _VERSION = operator.attrgetter("_version")
-_GRAD = operator.attrgetter("requires_grad")
 
 
-def row_of(tensors: list[Any]) -> _native.TensorRow | None:
-    """Return what torch's own plain tensors of one device say of themselves, all in one call.
-
-    None: one of them is something else, has history, or its bytes are not its values.
-    """
-    row = _native.TensorRow.of(tensors)  # first: then the others may be asked as well
-    if row is None or any(map(_GRAD, tensors)) or not _are_values(tensors, row):
-        return None
-    return row
+def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    found = _native.versions_of(tensors)
+    return list(map(_VERSION, tensors)) if found is None else found
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return what holds the memory: a tensor of the caller's may be given other memory any time."""
-    return list(map(torch.Tensor.untyped_storage, tensors))
+    found = _native.storages_of(list(tensors))
+    return list(map(torch.Tensor.untyped_storage, tensors)) if found is None else found
 
 
 def row_like(
@@ -142,18 +136,11 @@ def _example(dtype: torch.dtype) -> torch.Tensor:
 def addresses_in(
     row: _native.TensorRow, tensors: list[Any], dtypes: list[torch.dtype]
 ) -> _native.Addresses | None:
-    """Return where tensors of exactly these kinds are; None: as :func:`row_of`, or they differ."""
+    """Return where tensors of exactly these kinds are; None: they differ, or it is not known."""
     addresses = row.addresses_of(tensors)
-    if addresses is None or any(map(_GRAD, tensors)) or not _are_values(tensors, row):
+    if addresses is None or (row.ambiguous and list(map(_DTYPE, tensors)) != dtypes):
         return None
-    return None if row.ambiguous and list(map(_DTYPE, tensors)) != dtypes else addresses
-
-
-def _are_values(tensors: list[torch.Tensor], row: _native.TensorRow) -> bool:
-    """Return whether the bytes of all are the values: a call each, and no other way to ask."""
-    if any(map(torch.Tensor.is_neg, tensors)):
-        return False
-    return not (row.has_complex and any(map(torch.Tensor.is_conj, tensors)))
+    return addresses
 
 
 def borrowed_of(tensors: list[torch.Tensor]) -> list[Source | Sources]:

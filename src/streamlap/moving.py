@@ -152,15 +152,23 @@ class Group:
         return all(end <= first or begin >= last for begin, end in others)
 
 
+def memory_of(tensor: torch.Tensor, place: Place) -> int:
+    """Return where the memory begins that a tensor is a part of: a pool's block, or its storage."""
+    begin = tensor.untyped_storage().data_ptr()
+    block = None if tensor.is_cuda else _native.block_around(begin, place.runtime)
+    return begin if block is None else block[0]
+
+
 def choose(
-    candidates: Sequence[Candidate], gathers: bool, scatters: bool
+    candidates: Sequence[Candidate], place: Place, gathers: bool, scatters: bool
 ) -> tuple[list[Group], list[Candidate]]:
     """Sort out what is moved together: the groups, and those that go their own way.
 
     Args:
         candidates: leaves with at least one element each.
-        gathers: destinations of one storage may be one range.
-        scatters: sources of one storage may.
+        place: whose pools blocks are looked for in.
+        gathers: destinations of one storage, or one block, may be one range.
+        scatters: sources of one may.
     """
     chosen: list[Group] = []
     rest = list(candidates)
@@ -168,7 +176,7 @@ def choose(
         by_storage: dict[int, list[Candidate]] = {}
         for leaf in rest:
             side = leaf.dst if way else leaf.src
-            by_storage.setdefault(side.untyped_storage().data_ptr(), []).append(leaf)
+            by_storage.setdefault(memory_of(side, place), []).append(leaf)
         rest = []
         for leaves in by_storage.values():
             group = Group(way, leaves)

@@ -252,12 +252,13 @@ def views_of(
     shapes: Sequence[Sequence[int]],
     strides: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
-    offsets: Sequence[int],
+    offsets: list[int],
     has_empty: bool,
 ) -> list[torch.Tensor]:
     """Return tensors carved out of one block, each from its offset (bytes) on.
 
-    Offsets are multiples of the elements' sizes. One without elements has memory of its own.
+    Offsets are multiples of the elements' sizes. One without elements has memory of its own. Where
+    there is a row of what they will be, its ``made_in`` does the same in a third of the time.
     """
     room = block.nbytes
     flats = {

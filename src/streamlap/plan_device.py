@@ -26,7 +26,7 @@ from streamlap.devices import (
     place_of,
     require_no_capture,
 )
-from streamlap.moving import PLAIN, Candidate, by_way, choose, element_between
+from streamlap.moving import PLAIN, Candidate, by_way, choose, element_between, memory_of
 from streamlap.pinned import pool_for
 from streamlap.plan_host import current_after, plan_to_cpu
 
@@ -54,8 +54,8 @@ def plan_to_device(
     require_no_capture(consumer, "to_device()")
     planned = Planned(list(leaves))
     with contextlib.nullcontext() if stream is None else on_stream(consumer, place):
-        candidates = _candidates(sources, checked, outs, dtype, target)
-    chosen, rest = choose(candidates, False, True)
+        candidates = _candidates(sources, checked, outs, dtype, target, place)
+    chosen, rest = choose(candidates, place, False, True)
     given = dict(enumerate(checked))
     given |= {leaf.index: leaf.dst for leaf in rest}  # they have their memory already
     moved = {leaf.index for group in chosen for leaf in group.leaves}
@@ -133,19 +133,20 @@ def _candidates(
     given: list[Any],
     dtype: torch.dtype | None,
     device: torch.device,
+    place: Place,
 ) -> list[Candidate]:
     """Return the leaves that a kernel may read from page-locked memory, with their destinations."""
     found = []
-    pinned: dict[int, bool] = {}  # by storage: to ask takes a call of the driver
+    pinned: dict[int, bool] = {}  # by where memory begins: to ask takes a call of the driver
     for index, source in enumerate(sources):
         if source is None or source.tensor.is_cuda or not source.tensor.numel():
             continue
         tensor, out = source.tensor, outs[index]
-        storage = tensor.untyped_storage().data_ptr()
-        if storage not in pinned:
-            pinned[storage] = tensor.is_pinned()
+        memory = memory_of(tensor, place)
+        if memory not in pinned:
+            pinned[memory] = tensor.is_pinned()
         wanted = dtype or tensor.dtype
-        element = element_between(tensor, out, wanted, PLAIN) if pinned[storage] else None
+        element = element_between(tensor, out, wanted, PLAIN) if pinned[memory] else None
         if element is None:
             continue
         final = out

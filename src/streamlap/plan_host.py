@@ -132,7 +132,7 @@ def plan_to_cpu(
                     add()
                 else:
                     candidates.append(candidate)
-            chosen, rest = choose(candidates, True, not place.is_cuda)
+            chosen, rest = choose(candidates, place, True, not place.is_cuda)
             for candidate in rest:
                 candidate.add()
         after = [] if producer is None else [producer]  # site: plan_host.batches_after_producer

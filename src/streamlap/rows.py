@@ -19,7 +19,6 @@ from streamlap.arrays import (
     TreeSpec,
     borrowed_of,
     row_like,
-    row_of,
     storages_of,
 )
 from streamlap.batch import Batch, CopiedRow, Part, submit_batch
@@ -40,7 +39,6 @@ from streamlap.transfer import Transfer
 
 _USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
 
-_GRAD = operator.attrgetter("requires_grad")
 _SHAPE = operator.attrgetter("shape")
 _DTYPE = operator.attrgetter("dtype")
 
@@ -70,7 +68,7 @@ def tree_to_cpu(
                 reader = place.runtime.adopt(index, handle)
                 require_no_capture(reader, "to_cpu(out=...)")
                 after.append(reader)
-        if not _in_one_storage(outs, wanted, place.is_cuda):
+        if not _in_one_range(outs, wanted, place, place.is_cuda):
             return _each(sources, spec, row, outs, wanted, place, after)
     elif dtype is not None:
         shapes, strides = list(map(_SHAPE, sources)), list(map(torch.Tensor.stride, sources))
@@ -110,7 +108,10 @@ def tree_to_cpu(
     part = Part(native, place, "gather", range(len(leaves)), place.is_cuda, place)
     borrowed = borrowed_of(sources)  # site: rows.borrow
     results = outs
-    if results is None:  # made while the bytes are on their way
+    like = row if wanted is None else wanted
+    if results is None and not (like.ambiguous or like.has_empty):
+        results = like.made_in(memory, base, plan.offsets)  # while the bytes are on their way
+    elif results is None:
         dtypes = [dtype] * len(sources) if dtype is not None else list(map(_DTYPE, sources))
         strides = list(map(torch.Tensor.stride, sources))
         shapes = list(map(_SHAPE, sources))
@@ -139,7 +140,7 @@ def tree_to_device(
         return None
     consumer = as_stream(None, place)
     require_no_capture(consumer, "to_device()")
-    is_packed = not _in_one_storage(sources, row, True)
+    is_packed = not _in_one_range(sources, row, place, True)
     if is_packed and any(map(torch.Tensor.is_pinned, sources)):
         return None  # that one the copy engine reads where it is, when its turn comes
     if not _can_cast(sources, dtype):
@@ -195,12 +196,13 @@ def _small(leaves: list[Any]) -> tuple[list[torch.Tensor], _native.TensorRow | N
     kinds = set(map(type, leaves))
     if not _USUAL.issuperset(kinds):
         return [], None
-    try:
-        if len(kinds) > 1 or torch.nn.Parameter in kinds or any(map(_GRAD, leaves)):
+    row = _native.TensorRow.of(leaves)
+    if row is None:  # some have history, perhaps
+        try:
             sources = [leaf.detach() for leaf in leaves]
-    except RuntimeError:  # of what torch itself cannot say much about
-        return [], None
-    row = row_of(sources)
+        except RuntimeError:  # of what torch itself cannot say much about
+            return [], None
+        row = _native.TensorRow.of(sources)
     if row is None or not row.contiguous or not row.nbytes:
         return [], None
     now = policy()
@@ -226,7 +228,7 @@ def _fitting(
     """Return what destinations are, if they are of the sources' layouts and lie on that device."""
     if not {torch.Tensor}.issuperset(map(type, outs)):
         return None
-    found = row_of(outs)
+    found = _native.TensorRow.of(outs)
     if found is None or found.device != device or not row.lies_as(found):
         return None
     if dtype is not None:
@@ -238,13 +240,17 @@ def _fitting(
     return found if fits else None
 
 
-def _in_one_storage(tensors: list[torch.Tensor], row: _native.TensorRow, pinned: bool) -> bool:
-    """Return whether a kernel may take them for one range, as it may views of one tensor."""
+def _in_one_range(
+    tensors: list[torch.Tensor], row: _native.TensorRow, place: Place, pinned: bool
+) -> bool:
+    """Return whether a kernel may take them for one range: they are of one tensor, or one block."""
     begin, nbytes = row.around()
     storage = tensors[0].untyped_storage()
     first = storage.data_ptr()
-    inside = first <= begin and begin + nbytes <= first + storage.nbytes()
-    return inside and (not pinned or tensors[0].is_pinned())
+    if first <= begin and begin + nbytes <= first + storage.nbytes():
+        return not pinned or tensors[0].is_pinned()
+    block = _native.block_around(begin, place.runtime)
+    return block is not None and begin + nbytes <= block[1]
 
 
 def _packed(

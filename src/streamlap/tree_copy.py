@@ -103,6 +103,9 @@ class _Block:
 
     def results(self, block: _native.Block) -> list[torch.Tensor]:
         """Return the views of a block, a leaf each."""
+        row = self.result_row
+        if row is not None and not (row.ambiguous or self.has_empty):
+            return row.made_in(block, block.address, self.offsets)
         return views_of(block, self.shapes, self.strides, self.dtypes, self.offsets, self.has_empty)
 
 
@@ -405,15 +408,15 @@ def _lies_as(tensor: torch.Tensor, leaf: _Leaf) -> bool:
 
 
 def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
-    """Return the earlier results of the plan that ``outs`` must be."""
-    found = []
-    base: int | None = None
+    """Return the earlier results of the plan that ``outs`` must be: each where the plan has it."""
     if block.result_row is not None and not block.has_empty:
         addresses = addresses_in(block.result_row, outs, block.dtypes)
-        base = None if addresses is None else addresses.base(block.plan)
-        if base is not None:
-            found, filled = outs, outs[0]
-    for leaf, out in zip(block.leaves, outs if not found else (), strict=not found):
+        if addresses is not None and addresses.base(block.plan) is not None:
+            _check_pinned(block, [outs[0], outs[-1]])  # what lies between is of the same block
+            return outs
+    found: list[torch.Tensor] = []
+    base: int | None = None
+    for leaf, out in zip(block.leaves, outs, strict=True):
         out = as_destination(out, f"out[{leaf.index}]")
         fits = out.shape == leaf.shape and out.dtype == leaf.wanted and out.device.type == "cpu"
         if not (fits and _lies_as(out, leaf)):
@@ -427,13 +430,10 @@ def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
                 raise InvalidArgument(
                     f"out[{leaf.index}] is no earlier result of this plan: it lies elsewhere"
                 )
-            filled = out
-    if base is None:
-        return found
-    # One for all: then the others are views of the same memory.
-    storage = filled.untyped_storage()
-    if storage.data_ptr() > base or storage.data_ptr() + len(storage) < base + block.nbytes:
-        raise InvalidArgument("out is no earlier result of this plan: it is no view of one block")
-    if block.place.is_cuda and not filled.is_pinned():
-        raise InvalidArgument("out is no earlier result of this plan: it is no page-locked memory")
+    _check_pinned(block, [out for out in found if out.numel()])
     return found
+
+
+def _check_pinned(block: _Block, outs: list[torch.Tensor]) -> None:
+    if block.place.is_cuda and not all(map(torch.Tensor.is_pinned, outs)):
+        raise InvalidArgument("out is no earlier result of this plan: it is no page-locked memory")
