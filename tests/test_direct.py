@@ -115,7 +115,12 @@ def test_what_is_to_go_another_way(start):
     z = torch.randn(6, 6, dtype=torch.complex64)
     wrapped = torch.func.vmap(lambda row: [others.append(start(row)), row][1])
     others = [start(z.t()), start(z[:, 1:]), start(z[:0]), start(z.conj())]
-    others += [start(z.conj().imag[0, :1]), start(torch.eye(3).to_sparse()), start([z]), start(None)]
+    others += [
+        start(z.conj().imag[0, :1]),
+        start(torch.eye(3).to_sparse()),
+        start([z]),
+        start(None),
+    ]
     wrapped(torch.ones(3, 4))
     assert others == [None] * 9
     assert _native.ShortWay().start(z, 1 << 20, 0) is None  # of a CPU, without a stream
@@ -139,7 +144,7 @@ def test_parts_are_made_once_whoever_asks(start):
     assert len({id(result) for result in results}) == 1
     assert (transfer.nbytes, transfer.stats()["leaves"]) == (4000, 1)
     with pytest.raises(AttributeError, match="no attribute 'value'"):
-        transfer.value
+        _ = transfer.value
 
 
 # -- on a GPU
@@ -151,8 +156,8 @@ def taken(monkeypatch):
     seen = []
     real = direct.usual_transfer
 
-    def asked(tensor):
-        transfer = real(tensor)
+    def asked(tensor, timed_bytes):
+        transfer = real(tensor, timed_bytes)
         if transfer is not None:
             seen.append(weakref.ref(transfer))
         return transfer
@@ -200,13 +205,14 @@ def test_on_a_gpu_it_starts_after_the_current_stream(taken):
     assert is_held(transfer)
     gate.open()
     assert torch.equal(transfer.result(), torch.full((1000,), 7.0))
-    with pytest.raises(streamlap.InvalidArgument, match="timed_bytes"):
+    with pytest.raises(streamlap.InvalidArgument, match="timed=True"):
         transfer.elapsed()
     with streamlap.configure(timed_bytes=4000):
-        transfer = streamlap.to_cpu(x)
-    transfer.result()
-    assert 0 <= transfer.elapsed() < 20
-    assert len(taken) == 3
+        timed = [streamlap.to_cpu(x), streamlap.to_cpu(x[:500], timed=True)]
+    for transfer in timed:
+        transfer.result()
+        assert 0 <= transfer.elapsed() < 20
+    assert len(taken) == 4
 
 
 @pytest.mark.gpu

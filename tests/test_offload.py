@@ -609,11 +609,11 @@ def test_a_full_pool_lets_activations_stay(where, monkeypatch, nothing_left):
     expected = gradients(where, torch.enable_grad())
     to_cpu, calls = streamlap.to_cpu, []
 
-    def sometimes(tensor):
+    def sometimes(tensor, **how):
         calls.append(1)
         if len(calls) % 2:
             raise streamlap.PoolExhausted("full", 1, 1)
-        return to_cpu(tensor)
+        return to_cpu(tensor, **how)
 
     monkeypatch.setattr(streamlap, "to_cpu", sometimes)
     offload = offload_activations(min_bytes=1)
@@ -978,7 +978,7 @@ def test_whoever_fetches_asks_for_itself_whether_the_bytes_are_there(monkeypatch
     narrow(monkeypatch)
     x = batch_of("cpu").requires_grad_()
     to_cpu, log = streamlap.to_cpu, []
-    monkeypatch.setattr(streamlap, "to_cpu", lambda tensor: Asked(to_cpu(tensor), log))
+    monkeypatch.setattr(streamlap, "to_cpu", lambda tensor, **how: Asked(to_cpu(tensor), log))
     with offload_activations(min_bytes=1) as offload:
         loss = chain(x)
     log.clear()

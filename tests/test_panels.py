@@ -52,8 +52,8 @@ def cuts(monkeypatch):
     seen = []
 
     class Seen(Ends):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             seen.append(self.cut)
 
     monkeypatch.setattr(product, "Ends", Seen)
@@ -211,9 +211,11 @@ def same_and(monkeypatch, copies_last):
 
     monkeypatch.setattr(panels, "_Known", Known)
     monkeypatch.setattr(panels, "LEAST_BYTES", 0)
+    hints = {(-1, 32, torch.float32): copies_last is True}
+    monkeypatch.setattr(panels, "_bound_by_copies", hints)
 
 
-@pytest.mark.parametrize(("copies_last", "cut"), [(True, -1), (False, 8), (None, -1)])
+@pytest.mark.parametrize(("copies_last", "cut"), [(True, 0), (False, 8), (None, -1)])
 def test_the_end_that_nothing_hides_is_cut(run, cuts, monkeypatch, copies_last, cut):
     same_and(monkeypatch, copies_last)
     x = random_numbers((32, 32))
@@ -239,7 +241,22 @@ def test_memory_is_made_ahead_whether_or_not_one_is_cut(run, monkeypatch, copies
     monkeypatch.setattr(streamlap.PinnedPool, "_grow_ahead", grow_ahead)
     x = random_numbers((32, 32))
     run(x, 9)
-    assert said == [(x.nbytes, 9), "cancelled"]
+    # The one that is cut first has its memory before.
+    assert said == [(x.nbytes, 8 if copies_last else 9), "cancelled"]
+
+
+def test_a_first_product_that_has_begun_is_not_cut(run, cuts, monkeypatch):
+    same_and(monkeypatch, True)
+    panels._bound_by_copies.clear()
+    x = random_numbers((32, 32))
+    assert same_tree(run(x, 9), [x.mm(x)] * 9)
+    # What this call has found out is for the next, which may cut.
+    assert len(panels._bound_by_copies) == 1
+    panels._bound_by_copies[-1, 32, torch.float32] = True
+    for known in panels._known.values():
+        known.copies_last = True
+    run(x, 9)
+    assert cuts == [-1, 0]
 
 
 def test_other_bits_are_found_and_never_cut(run, cuts, monkeypatch):

@@ -55,6 +55,49 @@ def mixed(where="cpu"):
     ]
 
 
+# -- what they give
+
+
+def test_each_result_is_a_tensor_of_its_own(where, quick):
+    tree = [random_numbers((5, 3), where=where) for _ in range(20)]
+    before = streamlap.pool_stats(where)["live_blocks"]
+    results = to_cpu(tree).result()
+    assert quick == [True]
+    assert streamlap.pool_stats(where)["live_blocks"] - before == 1
+    for leaf, result in zip(tree, results, strict=True):
+        assert same_bits(result, leaf.cpu())
+        assert result._base is None
+        assert (result.untyped_storage().nbytes(), result.storage_offset()) == (60, 0)
+        assert not result.requires_grad
+    versions = [result._version for result in results]
+    results[0].mul_(torch.ones(3, requires_grad=True))  # as any other tensor
+    assert [result._version for result in results[1:]] == versions[1:]
+    kept = results[7]
+    results.clear()
+    gc.collect()
+    assert streamlap.pool_stats(where)["live_blocks"] - before == 1
+    assert same_bits(kept, tree[7].cpu())
+    del kept, result
+    assert eventually(lambda: streamlap.pool_stats(where)["live_blocks"] == before)
+
+
+def test_earlier_results_are_one_range_again(where, quick):
+    tree = [random_numbers((5, 3), where=where) for _ in range(20)]
+    results = to_cpu(tree).result()
+    newer = [leaf + 1 for leaf in tree]
+    transfer = to_cpu(newer, out=results)
+    assert transfer.stats()["paths"] == ["gather"]
+    assert same_tree(transfer.result(), [leaf.cpu() for leaf in newer])
+    back = [torch.empty_like(leaf) for leaf in tree]
+    transfer = to_device(results, tree[0].device, out=back)
+    assert same_tree(transfer.result(), newer)
+    # The general way, which counts, knows them, too.
+    transfer = to_cpu(newer, out=results, nonfinite=True)
+    transfer.result()
+    assert (transfer.stats()["paths"], transfer.stats()["chunks"]) == (["gather"], 20)
+    assert _native.block_around(torch.ones(3).data_ptr(), place_of(tree[0].device).runtime) is None
+
+
 # -- what a row knows
 
 

@@ -28,8 +28,7 @@ def held(where):
     del warm
     finish_all(where)
     gate = CopySide(where).hold()
-    with streamlap.configure(timed_bytes=0):
-        things = [to_cpu(source), gate, source.cpu()]
+    things = [to_cpu(source, timed=True), gate, source.cpu()]
     yield things
     things.clear()  # pytest itself would keep the transfer alive
     gate.open()
@@ -75,6 +74,14 @@ def test_elapsed_needs_a_transfer_that_is_done(held):
     gate.open()
     transfer.result()
     assert 0 <= transfer.elapsed() < 20
+
+
+def test_timed_is_a_flag(where):
+    with pytest.raises(streamlap.InvalidType, match="timed"):
+        to_cpu(random_bits((3, 3), where=where), timed="yes")
+    for timed in (True, False):
+        source = random_bits((3, 3), where=where)
+        assert same_bits(to_cpu(source, timed=timed).result(), source.cpu())
 
 
 def test_stats_and_nbytes(where):

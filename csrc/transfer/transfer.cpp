@@ -130,8 +130,7 @@ double Transfer::elapsed_from(const Transfer& first) {
   if (empty_ || first.empty_) return 0.0;
   if (!begin_ || !first.begin_) {
     throw Error(ErrorKind::invalid_argument,
-                "the time of a transfer that was not timed: a tensor smaller than the policy's "
-                "timed_bytes");
+                "the time of a transfer that was not timed: pass timed=True");
   }
   return runtime_->event_elapsed(*first.begin_, *copied_);
 }

@@ -132,18 +132,19 @@ def _path(place: Place) -> str:
     return "direct" if place.is_cuda else "host"
 
 
-def usual_transfer(tensor: Any) -> Transfer | None:
+def usual_transfer(tensor: Any, timed_bytes: int) -> Transfer | None:
     """Return the transfer of what ``to_cpu`` is mostly given: one tensor on a GPU, dense bytes.
 
-    None sends it the general way: so does whatever would be refused there.
+    It is timed from ``timed_bytes`` on. None sends it the general way: so does whatever would be
+    refused there.
     """
     if observe.recorder is not None or observe.ranges:
         return None
-    serving, numbers = current.get(), policy()
-    made = serving.short.start(tensor, numbers.chunk_bytes, numbers.timed_bytes)
+    serving, chunk_bytes = current.get(), policy().chunk_bytes
+    made = serving.short.start(tensor, chunk_bytes, timed_bytes)
     if type(made) is int:
         watch.enter()
         place = serving.place(made, cuda=True)
         serving.short.add(made, place.engine, place.pool._pool(), place)
-        made = serving.short.start(tensor, numbers.chunk_bytes, numbers.timed_bytes)
+        made = serving.short.start(tensor, chunk_bytes, timed_bytes)
     return None if made is None else TensorTransfer(made)

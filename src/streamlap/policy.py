@@ -48,8 +48,8 @@ class Policy:
             they pack into it, and a copy engine takes it from there; 0: they write there
             themselves.
         pack_blocks: blocks of a kernel that packs.
-        timed_bytes: a tensor on a GPU is copied by itself without the two events that
-            :meth:`Transfer.elapsed` needs where it is smaller: they cost a third of the call.
+        timed_bytes: the copy of one tensor on a GPU is timed from this size on, unless a call says
+            otherwise: for smaller ones the time stamps cost more than half a per cent.
         tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
         graph_item_bytes: a plan of items up to this size is captured as a graph unasked; 0: none
             is. Issuing an item from Python costs about as long as copying 2 MiB (30 to 40 us at 55
@@ -74,7 +74,7 @@ class Policy:
     move_threads: int = 512
     scratch_bytes: int = 256 * MIB
     pack_blocks: int = 264
-    timed_bytes: int = 256 * KIB
+    timed_bytes: int = 128 * MIB
     tiny_item_bytes: int = MIB
     graph_item_bytes: int = 2 * MIB
     panels: int | str = "auto"

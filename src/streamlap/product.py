@@ -19,7 +19,7 @@ from streamlap.direct import copy_out
 from streamlap.errors import PoolExhausted
 from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
-from streamlap.panels import Ends, Panelled
+from streamlap.panels import Ends, Panelled, may_begin_cut
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
@@ -178,7 +178,8 @@ def _run(
     x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool, panels: int | None = None
 ) -> list[torch.Tensor]:
     flying: list[tuple[Flying | None, torch.Tensor]] = []
-    ends = Ends(x, n, panels) if n == 1 else None  # else it would keep the first product waiting
+    # Otherwise it would keep the first product waiting.
+    ends = Ends(x, n, panels) if n == 1 or may_begin_cut(x) else None
     stream: _native.Stream | None = None
     native: Flying | None = None
     dst: torch.Tensor | None = None
@@ -204,7 +205,7 @@ def _run(
                 growth = pool._grow_ahead(product.nbytes, n)
             flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
-            ends = ends or Ends(x, n, panels)
+            ends = ends or Ends(x, n, panels, begun=True)
         assert ends is not None
         ends.issued(stream)
         for index in range(n):

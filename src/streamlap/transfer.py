@@ -245,8 +245,8 @@ class Transfer:
         """Return the seconds from the first copy's start to the last one's end.
 
         Raises:
-            InvalidArgument: the transfer is not done, or was not timed: one tensor on a GPU that is
-                smaller than ``policy().timed_bytes`` is not, unless :func:`configure` says so.
+            InvalidArgument: the transfer is not done, or was not timed: see :func:`to_cpu`'s
+                ``timed``.
         """
         if not self.done():
             raise InvalidArgument("elapsed() of a transfer that is not done; call result() first")

@@ -207,7 +207,9 @@ class ActivationOffload:
             if self._leaving.full():  # the link is busy: more would have to be waited for
                 return None
         try:
-            memory = Offloaded(tensor, first, nbytes, self._died)
+            memory = Offloaded(
+                *(tensor, first, nbytes, self._died), timed=self._pace is not None or None
+            )
         except streamlap.PoolExhausted as error:
             if not self._warned:
                 self._warned = True
@@ -239,9 +241,7 @@ class ActivationOffload:
 
     def _note_pace(self, memory: Offloaded) -> None:
         if self._pace is not None and memory.left():
-            seconds = memory.seconds()
-            if seconds is not None:
-                self._pace.copied(memory.nbytes, seconds)
+            self._pace.copied(memory.nbytes, memory.seconds())
 
     def _count_dead(self) -> None:
         while self._died:

@@ -67,7 +67,14 @@ class Offloaded:
             until it has asked for its others.
     """
 
-    def __init__(self, tensor: torch.Tensor, first: int, nbytes: int, died: deque[int]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        first: int,
+        nbytes: int,
+        died: deque[int],
+        timed: bool | None = None,
+    ) -> None:
         self.root = weakref.ref(root_of(tensor))
         self.nbytes = nbytes
         self.users = 0
@@ -83,7 +90,7 @@ class Offloaded:
         self._context = contextvars.copy_context()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), first, (nbytes,), (1,))
-        self._out = streamlap.to_cpu(flat)
+        self._out = streamlap.to_cpu(flat, timed=timed)
         self.source = flat
         self._died = died
 
@@ -95,12 +102,9 @@ class Offloaded:
         """Return whether the copy to the host is done."""
         return self._out.done()
 
-    def seconds(self) -> float | None:
-        """Return how long the copy to the host took; it must be done. None: too small to tell."""
-        try:
-            return self._out.elapsed()
-        except streamlap.InvalidArgument:  # below the policy's timed_bytes
-            return None
+    def seconds(self) -> float:
+        """Return how long the copy to the host took; it must be done, and timed."""
+        return self._out.elapsed()
 
     def wait_until_left(self) -> None:
         """Block until the copy to the host is done."""
