@@ -28,7 +28,8 @@ def start():
     def call(tensor, chunk_bytes=1 << 20, pool=None):
         short = _native.ShortWay()
         short.add(0, place.engine, (pool or pool_for(place))._pool(), place)
-        made = short.start(tensor, chunk_bytes, 0, stream.handle)
+        with streamlap.configure(chunk_bytes=chunk_bytes):
+            made = short.start_after(tensor, True, stream.handle)
         return None if made is None else direct.TensorTransfer(made)
 
     call.stream = stream
@@ -123,7 +124,7 @@ def test_what_is_to_go_another_way(start):
     ]
     wrapped(torch.ones(3, 4))
     assert others == [None] * 9
-    assert _native.ShortWay().start(z, 1 << 20, 0) is None  # of a CPU, without a stream
+    assert _native.ShortWay().start(z, None) is None  # of a CPU, without a stream
 
 
 @pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x.clone().requires_grad_()])
@@ -156,8 +157,8 @@ def taken(monkeypatch):
     seen = []
     real = direct.usual_transfer
 
-    def asked(tensor, timed_bytes):
-        transfer = real(tensor, timed_bytes)
+    def asked(tensor, timed):
+        transfer = real(tensor, timed)
         if transfer is not None:
             seen.append(weakref.ref(transfer))
         return transfer

@@ -30,6 +30,7 @@ def test_defaults_suit_any_machine(cores, limit):
     made = for_machine(cores, limit)
     assert 1 <= made.stage_threads <= max(1, cores // 2)
     assert 1 <= made.populate_threads <= cores
+    assert 1 <= made.slab_threads <= cores
     assert made.stage_slots >= 2
     ring = made.stage_slots * made.stage_slot_bytes
     assert ring <= max(limit // 2, 8 * KIB)
@@ -42,7 +43,7 @@ def test_a_large_machine_has_the_usual_numbers():
 
 def test_a_small_machine_has_smaller_ones():
     made = for_machine(2, 256 * MIB)
-    assert (made.stage_threads, made.populate_threads) == (1, 2)
+    assert (made.stage_threads, made.populate_threads, made.slab_threads) == (1, 2, 2)
     assert made.stage_slots * made.stage_slot_bytes == 16 * MIB
 
 
@@ -88,6 +89,8 @@ def test_an_unknown_name_is_told_what_there_is():
         ("stage_threads", 0),
         ("stage_threads", 1000),
         ("populate_threads", -4),
+        ("slab_threads", 0),
+        ("timed_bytes", -1),
         ("slab_bytes", 0),
         ("tiny_item_bytes", -1),
         ("small_leaf_bytes", "-1MiB"),
@@ -203,9 +206,9 @@ def test_small_blocks_are_cut_from_slabs_of_the_size_configured():
 
 def test_pages_are_made_present_by_the_threads_configured():
     before = _native.populate_threads()
-    with configure(populate_threads=before + 3):
+    with configure(slab_threads=before + 3):
         assert _native.populate_threads() == before + 3
-    assert _native.populate_threads() == policy_in_force().populate_threads
+    assert _native.populate_threads() == policy_in_force().slab_threads
 
 
 def test_items_are_captured_up_to_the_size_configured():

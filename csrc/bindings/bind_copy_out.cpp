@@ -80,6 +80,13 @@ py::tuple copy_out(const std::shared_ptr<CopyEngine>& engine, PinnedPool& pool, 
                         std::move(started.block));
 }
 
+// Of the policy, as Python has told it last; guarded by the interpreter's lock.
+struct Numbers {
+  std::size_t chunk_bytes = std::size_t{16} << 20;
+  std::size_t timed_bytes = 0;
+};
+Numbers numbers;
+
 // What `to_cpu` is mostly given, one tensor on a GPU and nothing else: all that Python would ask of
 // it and of the devices, asked from here. On cold caches each line of Python costs as much as a
 // call of the driver's.
@@ -94,13 +101,18 @@ class ShortWay {
     served_[index] = {std::move(engine), std::move(pool), std::move(place)};
   }
 
-  // Starts the copy of a tensor with values in one range, longer than nothing, after what `stream`
-  // has been given (null: torch's current one), timed from `timed_bytes` on. What it gives back:
-  // the transfer, which holds its block until take_block(), what Python calls the device, an alias
-  // of the tensor, and its version. Or the index of a device that nothing was added for; or
-  // nothing: a tensor that is to go another way.
-  py::object start(py::handle tensor, std::size_t chunk_bytes, std::size_t timed_bytes,
-                   std::optional<std::uintptr_t> stream) {
+  // Starts the copy of a tensor whose values lie in one range, longer than nothing, after what
+  // torch's current stream has been given. What it gives back: the transfer, which makes its result
+  // in take_result(), what Python calls the device, the tensor itself, or what is one without
+  // history, and its version. Or the index of a device that nothing was added for; or nothing: a
+  // tensor that is to go another way. `timed`: None means as the policy says.
+  py::object start(const py::object& tensor, const py::object& timed) {
+    return start_after(tensor, timed, std::nullopt);
+  }
+
+  // The same after what `stream` has been given, also of a runtime without device memory.
+  py::object start_after(const py::object& tensor, const py::object& timed,
+                         std::optional<std::uintptr_t> stream) {
     if (process::ending() || !is_torchs(tensor, true)) return py::none();
     dlpack::Tensor lies;
     if (!says(tensor, lies)) return py::none();
@@ -119,13 +131,18 @@ class ShortWay {
     item.src = reinterpret_cast<const void*>(address_of(lies));
     item.bytes = *bytes;
     item.element_bytes = lies.dtype.bits / 8;
-    const py::object alias = alias_of(tensor);
+    const bool notes = timed.is_none() ? *bytes >= numbers.timed_bytes : timed.ptr() == Py_True;
+    // While the interpreter's lock is away, the tensor may be given another shape.
+    std::vector<std::int64_t> shape(lies.shape, lies.shape + lies.ndim);
+    // The memory itself: the caller may give the tensor other memory any time.
     Started started =
         streamlap::bindings::start(served.engine, *served.pool, lies.device.index, *stream,
-                                   std::move(item), chunk_bytes, *bytes >= timed_bytes, alias);
+                                   std::move(item), numbers.chunk_bytes, notes, storage_of(tensor));
     auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
-    made->give_block(std::move(started.block));
-    return py::make_tuple(std::move(made), served.place, alias, version_of(tensor));
+    made->give_block(std::move(started.block), lies.dtype, std::move(shape));
+    const bool has_history = requires_grad(tensor);
+    return py::make_tuple(std::move(made), served.place, has_history ? alias_of(tensor) : tensor,
+                          version_of(tensor));
   }
 
  private:
@@ -145,8 +162,11 @@ void bind_copy_out(py::module_& module) {
   py::class_<ShortWay>(module, "ShortWay")
       .def(py::init<>())
       .def("add", &ShortWay::add)
-      .def("start", &ShortWay::start, py::arg("tensor"), py::arg("chunk_bytes"),
-           py::arg("timed_bytes"), py::arg("stream") = py::none());
+      .def("start", &ShortWay::start)
+      .def("start_after", &ShortWay::start_after);
+  module.def("use_short_way", [](std::size_t chunk_bytes, std::size_t timed_bytes) {
+    numbers = {chunk_bytes, timed_bytes};
+  });
 }
 
 }  // namespace streamlap::bindings

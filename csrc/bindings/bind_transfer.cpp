@@ -250,7 +250,7 @@ void bind_transfer(py::module_& module) {
            })
       .def("release_source", [](const PyTransfer& self) { self.get()->release_source(); })
       .def("discard", &PyTransfer::discard)
-      .def("take_block", &PyTransfer::take_block)
+      .def("take_result", &PyTransfer::take_result)
       .def("release_all", [](const PyTransfer& self) { self.get()->release_all(); })
       .def("watch", [](const PyTransfer& self, const py::object& token) {
         Watch::instance().add(self.get(), share(token));

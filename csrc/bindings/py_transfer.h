@@ -1,11 +1,15 @@
 // What Python holds of a transfer.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "base/process.h"
 #include "bindings/py_block.h"
+#include "bindings/torch_tensor.h"
 #include "bindings/types.h"
 #include "bindings/watch.h"
 
@@ -51,9 +55,26 @@ class PyTransfer {
   void set_open(StreamRef copy_stream) { open_ = copy_stream; }
   void set_complete() { open_.reset(); }
 
-  // The memory that it fills, for whoever asks first; nobody, and it goes with the transfer.
-  void give_block(std::unique_ptr<PyBlock> block) { block_ = std::move(block); }
-  std::unique_ptr<PyBlock> take_block() { return std::move(block_); }
+  // The memory that it fills, with what a tensor there is like, for whoever asks first. Nobody, and
+  // it goes with the transfer.
+  void give_block(std::unique_ptr<PyBlock> block, dlpack::DataType dtype,
+                  std::vector<std::int64_t> shape) {
+    block_ = std::move(block);
+    dtype_ = dtype;
+    shape_ = std::move(shape);
+  }
+  // That tensor, contiguous.
+  py::object take_result() {
+    if (!block_) throw Error(ErrorKind::runtime, "the result was taken before");
+    const dlpack::Tensor lies{block_->block()->data(),
+                              {dlpack::cpu, 0},
+                              static_cast<std::int32_t>(shape_.size()),
+                              dtype_,
+                              shape_.data(),
+                              nullptr,
+                              0};
+    return new_tensor(lies, share(py::cast(std::move(block_))));
+  }
 
   // A reference of the caller's own: it may use it without the interpreter's lock.
   std::shared_ptr<Transfer> get() const {
@@ -67,6 +88,8 @@ class PyTransfer {
   std::shared_ptr<CopyEngine> engine_;
   std::shared_ptr<Transfer> transfer_;
   std::unique_ptr<PyBlock> block_;
+  dlpack::DataType dtype_{};
+  std::vector<std::int64_t> shape_;
   std::optional<StreamRef> open_;  // open-ended and not complete: the stream its last steps are on
 };
 

@@ -8,7 +8,7 @@ import torch
 
 from streamlap import watch
 from streamlap.arrays import Tree, TreeSpec, flatten
-from streamlap.batch import WHOLE, Planned
+from streamlap.batch import Planned
 from streamlap.checks import as_count, as_dtype, as_flag, as_pin
 from streamlap.devices import StreamLike, parse_device
 from streamlap.direct import usual_transfer
@@ -32,13 +32,6 @@ def _out_leaves(out: Tree | None, spec: TreeSpec, count: int) -> list[Any]:
             f"out is a tree of another shape than the source: {out_spec} instead of {spec}"
         )
     return leaves
-
-
-def _as_timed(timed: bool | None) -> int:
-    """Return from how many bytes on a tensor's copy is timed."""
-    if timed is None:
-        return policy().timed_bytes
-    return 0 if as_flag(timed, "timed") else WHOLE
 
 
 def _as_chunk(chunk_bytes: int | None) -> int:
@@ -98,9 +91,11 @@ def to_cpu(
     """
     usual = stream is None and pool is None and protect is False and nonfinite is False
     usual = usual and (pin is None or pin is True) and chunk_bytes is None
+    if timed is not None:
+        as_flag(timed, "timed")
     if usual and out is None and dtype is None:
         try:
-            transfer = usual_transfer(tree, _as_timed(timed))
+            transfer = usual_transfer(tree, timed)
         except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
             transfer = None
         if transfer is not None:
@@ -122,7 +117,6 @@ def to_cpu(
     protect = as_flag(protect, "protect")
     chunk = _as_chunk(chunk_bytes)
     change = Change(as_flag(nonfinite, "nonfinite"))
-    _as_timed(timed)
     planned = plan_to_cpu(leaves, outs, dtype, pin, stream, pool, chunk, None, change)
     return _started(planned, spec, False, stream, protect, nonfinite)
 

@@ -17,8 +17,7 @@ from streamlap.arrays import Source
 from streamlap.batch import Copied, Part
 from streamlap.devices import Place
 from streamlap.errors import PoolExhausted
-from streamlap.pinned import PinnedPool, view_of
-from streamlap.policy import policy
+from streamlap.pinned import PinnedPool
 from streamlap.serving import current
 from streamlap.transfer import Transfer
 
@@ -114,13 +113,15 @@ class TensorTransfer(Transfer):
         return self.__dict__[name]
 
     def _make_parts(self) -> None:
-        native, place, alias, version = self._made
-        dst = view_of(native.take_block(), alias.shape, alias.dtype)
+        native, place, source, version = self._made
+        dst: torch.Tensor = native.take_result()
+        if dst.dtype is not source.dtype:  # there are several of one byte
+            dst = dst.view(source.dtype)
         del self._made  # what is borrowed is let go of with the rest
         part = Part(native, place, _path(place), [0], place.is_cuda, place)
         self._lock = threading.Lock()
         self._leaves = [Copied(dst, False, None, part)]
-        self._borrowed = [Source(alias, False, version)]
+        self._borrowed = [Source(source, False, version)]
         self._nbytes = dst.nbytes
         self._parts = [part]
 
@@ -132,19 +133,20 @@ def _path(place: Place) -> str:
     return "direct" if place.is_cuda else "host"
 
 
-def usual_transfer(tensor: Any, timed_bytes: int) -> Transfer | None:
+def usual_transfer(tensor: Any, timed: bool | None) -> Transfer | None:
     """Return the transfer of what ``to_cpu`` is mostly given: one tensor on a GPU, dense bytes.
 
-    It is timed from ``timed_bytes`` on. None sends it the general way: so does whatever would be
-    refused there.
+    None sends it the general way: so does whatever would be refused there.
     """
     if observe.recorder is not None or observe.ranges:
         return None
-    serving, chunk_bytes = current.get(), policy().chunk_bytes
-    made = serving.short.start(tensor, chunk_bytes, timed_bytes)
+    serving = current.get()
+    made = serving.short.start(tensor, timed)
+    if made is None:
+        return None
     if type(made) is int:
         watch.enter()
         place = serving.place(made, cuda=True)
         serving.short.add(made, place.engine, place.pool._pool(), place)
-        made = serving.short.start(tensor, chunk_bytes, timed_bytes)
-    return None if made is None else TensorTransfer(made)
+        made = serving.short.start(tensor, timed)
+    return TensorTransfer(made)

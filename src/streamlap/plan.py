@@ -29,7 +29,7 @@ from streamlap.uncompiled import uncompiled
 _running: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("running", default=())
 
 
-PRODUCT_STREAMS = 8
+PRODUCT_STREAMS = 4
 """Products of 256x256 fill an eighth of an H200."""
 
 
@@ -47,7 +47,7 @@ class Pipeline:
             on a device with DLPack. For a graph its content is what preparation computes with.
         n: how many results.
         compute_streams: on how many streams the calls of ``fn`` in a graph take turns, for items
-            that do not fill the GPU; they must not depend on one another then. None: 8 for
+            that do not fill the GPU; they must not depend on one another then. None: 4 for
             products, 1 for an ``fn``. Outside of a graph there is always one.
         graph: None: a graph on a GPU if an item has at most ``policy().graph_item_bytes`` and all
             of them at most 256 MiB, and if ``fn`` can be captured. True: a graph, or an error.

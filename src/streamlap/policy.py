@@ -35,7 +35,9 @@ class Policy:
         stage_slots: slots of the ring that ordinary memory is copied through, one each way.
         stage_slot_bytes: the size of one.
         stage_threads: threads that copy between them and ordinary memory.
-        populate_threads: threads that make the pages of new memory present.
+        populate_threads: threads that make the pages of new ordinary memory present.
+        slab_threads: the same of new page-locked memory, where more of them get into each other's
+            way: 8 made a GiB half as fast as 4.
         slab_bytes: pinned blocks below 1 MiB are cut from slabs of up to this size.
         small_leaf_bytes: leaves of a tree up to this size share a block.
         gather_leaves: so many small leaves of a tree, or more, are moved by one kernel; 0: never.
@@ -63,7 +65,8 @@ class Policy:
     stage_slots: int = 16
     stage_slot_bytes: int = 4 * MIB
     stage_threads: int = 8
-    populate_threads: int = 4
+    populate_threads: int = 8
+    slab_threads: int = 4
     slab_bytes: int = 2 * MIB
     small_leaf_bytes: int = 256 * KIB
     gather_leaves: int = 8
@@ -108,7 +111,8 @@ def for_machine(cores: int, pinned_limit: int) -> Policy:
     return dataclasses.replace(
         usual,
         stage_threads=threads,
-        populate_threads=max(1, min(usual.populate_threads, cores)),
+        populate_threads=max(1, min(usual.populate_threads, max(cores // 2, min(cores, 2)))),
+        slab_threads=max(1, min(usual.slab_threads, cores)),
         stage_slot_bytes=slot,
         stage_slots=max(2, min(usual.stage_slots, room // slot)),
     )
@@ -164,6 +168,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "stage_slot_bytes": _size(_SMALLEST_BLOCK),
     "stage_threads": _number(1, _MOST_THREADS),
     "populate_threads": _number(1, _MOST_THREADS),
+    "slab_threads": _number(1, _MOST_THREADS),
     "slab_bytes": _size(_SMALLEST_BLOCK),
     "small_leaf_bytes": _size(0),
     "gather_leaves": _number(0, 1 << 20),
@@ -195,6 +200,7 @@ def _first() -> Policy:
     with _lock:
         if _current is None:
             _current = made
+            _tell(made)
         return _current
 
 
@@ -249,9 +255,14 @@ def _apply(changes: dict[str, Any], fits: bool = False) -> tuple[dict[str, Any],
         if fits:
             _check_fits(after, changes)
         _current = after
-        if "populate_threads" in changes:
-            _native.use_populate_threads(after.populate_threads)
+        _tell(after)
     return before, after
+
+
+def _tell(numbers: Policy) -> None:
+    """Hand on what is needed where no line of Python should be run to ask."""
+    _native.use_populate_threads(numbers.slab_threads)
+    _native.use_short_way(numbers.chunk_bytes, numbers.timed_bytes)
 
 
 def _check_fits(after: Policy, changes: dict[str, Any]) -> None:
