@@ -92,15 +92,13 @@ bool record_use(std::uintptr_t pointer, const PyStream& stream) {
   });
 }
 
-// First and one past the last address of the block around `pointer`; none where it is no pool's.
-std::optional<std::pair<std::uintptr_t, std::uintptr_t>> block_around(
-    std::uintptr_t pointer, const std::shared_ptr<Runtime>& runtime) {
+// The block around `pointer`, for one more to hold it; null where it is no pool's.
+std::shared_ptr<PinnedBlock> block_around(std::uintptr_t pointer,
+                                          const std::shared_ptr<Runtime>& runtime) {
   for (const auto& pool : pools_of(runtime)) {
-    const auto [data, bytes] = pool->extent(reinterpret_cast<const void*>(pointer));
-    const auto begin = reinterpret_cast<std::uintptr_t>(data);
-    if (data != nullptr) return std::pair(begin, begin + bytes);
+    if (auto block = pool->around(reinterpret_cast<const void*>(pointer))) return block;
   }
-  return std::nullopt;
+  return nullptr;
 }
 
 // Ordinary memory of its own mapping, on huge pages where there are some. A forked child has its
@@ -285,6 +283,13 @@ void bind_pool(py::module_& module) {
       .def_static("size_class", &PinnedPool::size_class);
 
   module.def("record_use", &record_use);
+  py::class_<PinnedBlock, std::shared_ptr<PinnedBlock>>(module, "HeldBlock")
+      .def_property_readonly(
+          "begin",
+          [](const PinnedBlock& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
+      .def_property_readonly("end", [](const PinnedBlock& self) {
+        return reinterpret_cast<std::uintptr_t>(self.data()) + self.requested();
+      });
   module.def("block_around", &block_around, py::arg("pointer"), py::arg("runtime"));
   module.def("uses_of", &uses_of, py::arg("pointer"), py::arg("runtime"));
   module.def("set_current_streams_hook",

@@ -381,11 +381,10 @@ bool PinnedPool::record_use(const void* pointer, StreamRef stream) {
   return true;
 }
 
-std::pair<const std::byte*, std::size_t> PinnedPool::extent(const void* pointer) const {
+std::shared_ptr<PinnedBlock> PinnedPool::around(const void* pointer) const {
   OrderLock lock(*runtime_, mutex_, site_lock_find_uses);
-  const PinnedBlock* block = find(pointer);
-  if (block == nullptr) return {nullptr, 0};
-  return {block->data(), block->requested()};
+  PinnedBlock* block = find(pointer);
+  return block == nullptr ? nullptr : block->weak_from_this().lock();
 }
 
 std::vector<EventPtr> PinnedPool::uses(const void* pointer) const {

@@ -17,7 +17,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "runtime/changes.h"
@@ -30,7 +29,7 @@ namespace streamlap {
 class PinnedPool;
 
 // One block, owned by whoever holds the pointer. Dying, it goes back to its pool with its uses.
-class PinnedBlock {
+class PinnedBlock : public std::enable_shared_from_this<PinnedBlock> {
  public:
   PinnedBlock(std::shared_ptr<PinnedPool> pool, std::size_t capacity, std::size_t requested)
       : pool_(std::move(pool)), capacity_(capacity), requested_(requested) {}
@@ -142,8 +141,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // The live block that contains `pointer`, to record a use of it. False when it is none of ours.
   bool record_use(const void* pointer, StreamRef stream);
-  // Where that block lies, as far as it was asked for; null and 0 where it is none of ours.
-  std::pair<const std::byte*, std::size_t> extent(const void* pointer) const;
+  // That block, for one more to hold it; null where it is none of ours, or nobody shares it.
+  std::shared_ptr<PinnedBlock> around(const void* pointer) const;
   // The uses of that block; none where it is none of ours.
   std::vector<EventPtr> uses(const void* pointer) const;
 

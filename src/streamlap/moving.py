@@ -156,7 +156,7 @@ def memory_of(tensor: torch.Tensor, place: Place) -> int:
     """Return where the memory begins that a tensor is a part of: a pool's block, or its storage."""
     begin = tensor.untyped_storage().data_ptr()
     block = None if tensor.is_cuda else _native.block_around(begin, place.runtime)
-    return begin if block is None else block[0]
+    return begin if block is None else block.begin
 
 
 def choose(

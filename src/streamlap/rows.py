@@ -58,6 +58,7 @@ def tree_to_cpu(
         return None
     producer = producer_of(None, place, "to_cpu()")
     after = [] if producer is None else [producer]
+    memory: Any = None
     wanted = None
     if outs is not None:
         wanted = _fitting(outs, sources, row, dtype, -1)
@@ -68,7 +69,8 @@ def tree_to_cpu(
                 reader = place.runtime.adopt(index, handle)
                 require_no_capture(reader, "to_cpu(out=...)")
                 after.append(reader)
-        if not _in_one_range(outs, wanted, place, place.is_cuda):
+        memory = _range_of(outs, wanted, place, place.is_cuda)
+        if memory is None:
             return _each(sources, spec, row, outs, wanted, place, after)
     elif dtype is not None:
         shapes, strides = list(map(_SHAPE, sources)), list(map(torch.Tensor.stride, sources))
@@ -78,13 +80,11 @@ def tree_to_cpu(
     plan = _plan_between(row, wanted, True)
     if plan is None:
         return None
-    memory: Any
     if outs is None:
         memory = pool_for(place)._allocate(plan.range_bytes)
         base = memory.address
     else:
         assert wanted is not None
-        memory = storages_of(outs)
         base = wanted.around()[0]
     scratch = None
     if outs is None or (wanted is not None and wanted.nbytes == plan.range_bytes):
@@ -140,22 +140,20 @@ def tree_to_device(
         return None
     consumer = as_stream(None, place)
     require_no_capture(consumer, "to_device()")
-    is_packed = not _in_one_range(sources, row, place, True)
+    memory = _range_of(sources, row, place, True)
+    is_packed = memory is None
     if is_packed and any(map(torch.Tensor.is_pinned, sources)):
         return None  # that one the copy engine reads where it is, when its turn comes
     if not _can_cast(sources, dtype):
         return None
     if outs is not None and _fitting(outs, sources, row, dtype, place.index) is None:
         return None
-    memory: Any
     near = row
     if is_packed:
         packed = _packed(row, pool_for(place))
         if packed is None:
             return None
         memory, near = packed
-    else:
-        memory = storages_of(sources)
     results = outs
     if results is None:
         target = torch.device("cuda", place.index)
@@ -240,17 +238,22 @@ def _fitting(
     return found if fits else None
 
 
-def _in_one_range(
+def _range_of(
     tensors: list[torch.Tensor], row: _native.TensorRow, place: Place, pinned: bool
-) -> bool:
-    """Return whether a kernel may take them for one range: they are of one tensor, or one block."""
+) -> Any:
+    """Return what keeps the one range that a kernel may take them for; None: there is none.
+
+    They are parts of one pool's block, or of one tensor.
+    """
     begin, nbytes = row.around()
+    block = _native.block_around(begin, place.runtime)
+    if block is not None:
+        return block if begin + nbytes <= block.end else None
     storage = tensors[0].untyped_storage()
     first = storage.data_ptr()
-    if first <= begin and begin + nbytes <= first + storage.nbytes():
-        return not pinned or tensors[0].is_pinned()
-    block = _native.block_around(begin, place.runtime)
-    return block is not None and begin + nbytes <= block[1]
+    if not first <= begin or begin + nbytes > first + storage.nbytes():
+        return None
+    return storages_of(tensors) if not pinned or tensors[0].is_pinned() else None
 
 
 def _packed(

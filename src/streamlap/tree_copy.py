@@ -265,7 +265,10 @@ class _Call:
         self.borrowed: list[Source | Sources] = []
         self.counts: list[Counts] = []
         self.given = None if outs is None else block.own(outs)
-        self.outs = None if self.given is None else _results_of(block, self.given)
+        self.outs: list[torch.Tensor] | None = None
+        self.outs_memory: Any = None
+        if self.given is not None:
+            self.outs, self.outs_memory = _results_of(block, self.given)
         loose: list[int] = []
         own: set[int | None] = set()
         mine = block.own(leaves)
@@ -324,7 +327,7 @@ class _Call:
             memory = pool._allocate(max(block.nbytes, 1))
             base = memory.address
         else:
-            memory = storages_of(self.outs)
+            memory = self.outs_memory
             pairs = zip(block.leaves, self.outs, strict=True)
             base = next((out.data_ptr() - leaf.offset for leaf, out in pairs if out.numel()), 0)
         self.memory = memory
@@ -407,15 +410,15 @@ def _lies_as(tensor: torch.Tensor, leaf: _Leaf) -> bool:
     )
 
 
-def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
-    """Return the earlier results of the plan that ``outs`` must be: each where the plan has it."""
+def _results_of(block: _Block, outs: list[Any]) -> tuple[list[torch.Tensor], Any]:
+    """Return the earlier results of the plan that ``outs`` must be, and what keeps their memory."""
     if block.result_row is not None and not block.has_empty:
         addresses = addresses_in(block.result_row, outs, block.dtypes)
-        if addresses is not None and addresses.base(block.plan) is not None:
-            _check_pinned(block, [outs[0], outs[-1]])  # what lies between is of the same block
-            return outs
+        base = None if addresses is None else addresses.base(block.plan)
+        if base is not None:
+            return outs, _memory_of(block, outs, base)
     found: list[torch.Tensor] = []
-    base: int | None = None
+    base = None
     for leaf, out in zip(block.leaves, outs, strict=True):
         out = as_destination(out, f"out[{leaf.index}]")
         fits = out.shape == leaf.shape and out.dtype == leaf.wanted and out.device.type == "cpu"
@@ -430,10 +433,14 @@ def _results_of(block: _Block, outs: list[Any]) -> list[torch.Tensor]:
                 raise InvalidArgument(
                     f"out[{leaf.index}] is no earlier result of this plan: it lies elsewhere"
                 )
-    _check_pinned(block, [out for out in found if out.numel()])
-    return found
+    return found, None if base is None else _memory_of(block, found, base)
 
 
-def _check_pinned(block: _Block, outs: list[torch.Tensor]) -> None:
-    if block.place.is_cuda and not all(map(torch.Tensor.is_pinned, outs)):
+def _memory_of(block: _Block, outs: list[torch.Tensor], base: int) -> Any:
+    """Return what keeps the memory of results that lie as planned from ``base`` on."""
+    held = _native.block_around(base, block.place.runtime)
+    if held is not None and base + block.nbytes <= held.end:
+        return held
+    if block.place.is_cuda and not all(out.is_pinned() for out in outs if out.numel()):
         raise InvalidArgument("out is no earlier result of this plan: it is no page-locked memory")
+    return storages_of(outs)
