@@ -19,7 +19,7 @@ from streamlap.direct import copy_out
 from streamlap.errors import PoolExhausted
 from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
-from streamlap.panels import Ends, Panelled, may_begin_cut
+from streamlap.panels import Ends, Panelled, first_panels, start_cut
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
@@ -178,8 +178,7 @@ def _run(
     x: torch.Tensor, n: int, depth: int, place: Place, pool: PinnedPool, panels: int | None = None
 ) -> list[torch.Tensor]:
     flying: list[tuple[Flying | None, torch.Tensor]] = []
-    # Otherwise it would keep the first product waiting.
-    ends = Ends(x, n, panels) if n == 1 or may_begin_cut(x) else None
+    ends = Ends(x, n, panels) if n == 1 else None  # else it would keep the first product waiting
     stream: _native.Stream | None = None
     native: Flying | None = None
     dst: torch.Tensor | None = None
@@ -187,7 +186,15 @@ def _run(
     growth: _native.Growth | None = None
     index = 0
     try:
-        for index in range(n):
+        panelled = first_panels(x, panels) if n > 1 else 0
+        if panelled:
+            stream = place.runtime.adopt(place.index, current_handle(place.index))
+            flying.append(start_cut(x, panelled, place, stream, pool))
+            growth = pool._grow_ahead(x.nbytes, n - 1)
+            ends = Ends(x, n, panels, panelled)
+            if ends.cut != 0:  # of other bits now, perhaps; the engine holds what is on its way
+                flying.clear()
+        for index in range(len(flying), n):
             if stream is not None and index >= depth:
                 native = flying[index - depth][0]
                 assert native is not None
@@ -205,7 +212,7 @@ def _run(
                 growth = pool._grow_ahead(product.nbytes, n)
             flying.append(_start_copy(product, x, place, stream, pool, False))
             product = None  # or the device would hold one more than the depth
-            ends = ends or Ends(x, n, panels, begun=True)
+            ends = ends or Ends(x, n, panels)
         assert ends is not None
         ends.issued(stream)
         for index in range(n):
