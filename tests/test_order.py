@@ -455,6 +455,7 @@ def test_out_is_written_after_the_current_stream_s_earlier_reads():
         ("cpu", "record_use"),
         pytest.param("cuda:0", "record_use", marks=pytest.mark.gpu),
         pytest.param("cuda:0", "current_stream", marks=pytest.mark.gpu),
+        pytest.param("cuda:0", "leaf", marks=pytest.mark.gpu),
     ],
 )
 def test_a_dead_result_is_not_reused_while_a_consumer_reads_it(where, how):
@@ -464,6 +465,8 @@ def test_a_dead_result_is_not_reused_while_a_consumer_reads_it(where, how):
     seen = poison(torch.empty(SHAPE, device=where))
 
     def fetch():
+        if how == "leaf":
+            return to_cpu([source, *source[:9]]).result()[0]
         return to_cpu(source, pool=pool).result()
 
     warm = [fetch(), fetch()]  # two blocks, so that none is made behind the gate

@@ -52,8 +52,8 @@ def cuts(monkeypatch):
     seen = []
 
     class Seen(Ends):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
+        def __init__(self, *args):
+            super().__init__(*args)
             seen.append(self.cut)
 
     monkeypatch.setattr(product, "Ends", Seen)
@@ -211,11 +211,9 @@ def same_and(monkeypatch, copies_last):
 
     monkeypatch.setattr(panels, "_Known", Known)
     monkeypatch.setattr(panels, "LEAST_BYTES", 0)
-    hints = {(-1, 32, torch.float32): 4} if copies_last else {}
-    monkeypatch.setattr(panels, "_first_panels", hints)
 
 
-@pytest.mark.parametrize(("copies_last", "cut"), [(True, 0), (False, 8), (None, -1)])
+@pytest.mark.parametrize(("copies_last", "cut"), [(True, -1), (False, 8), (None, -1)])
 def test_the_end_that_nothing_hides_is_cut(run, cuts, monkeypatch, copies_last, cut):
     same_and(monkeypatch, copies_last)
     x = random_numbers((32, 32))
@@ -241,51 +239,7 @@ def test_memory_is_made_ahead_whether_or_not_one_is_cut(run, monkeypatch, copies
     monkeypatch.setattr(streamlap.PinnedPool, "_grow_ahead", grow_ahead)
     x = random_numbers((32, 32))
     run(x, 9)
-    # The one that is cut first has its memory before.
-    assert said == [(x.nbytes, 8 if copies_last else 9), "cancelled"]
-
-
-def test_the_first_is_cut_once_a_call_has_found_that_it_may(run, cuts, monkeypatch):
-    same_and(monkeypatch, True)
-    panels._first_panels.clear()
-    x = random_numbers((32, 32))
-    assert same_tree(run(x, 9), [x.mm(x)] * 9)
-    assert cuts == [-1]
-    assert list(panels._first_panels) == [(-1, 32, torch.float32)]
-    panels._first_panels[-1, 32, torch.float32] = 4
-    for known in panels._known.values():
-        known.copies_last = True
-    results = run(x, 9)
-    assert cuts == [-1, 0]
-    assert same_tree(results, [panels.cut_product(x, 4), *[x.mm(x)] * 8])
-
-
-@pytest.mark.parametrize("reason", ["bits", "strided", "panels", "one"])
-def test_panels_of_a_first_product_are_thrown_away(run, cuts, monkeypatch, reason):
-    same_and(monkeypatch, True)
-    made = []
-    real = panels.start_cut
-
-    def start_cut(*args):
-        made.append(real(*args))
-        return made[-1]
-
-    monkeypatch.setattr(product, "start_cut", start_cut)
-    x = random_numbers((32, 32))
-    if reason == "bits":
-        monkeypatch.setattr(panels._Known, "same_bits", lambda self: False)
-    elif reason == "strided":
-        x = x.t()
-    elif reason == "panels":
-        monkeypatch.setattr(panels, "PANELS", 2)  # another number than the last call's
-    count = 1 if reason == "one" else 5
-    results = run(x, count, 4 if reason == "one" else None)
-    assert cuts == [0 if reason == "one" else -1]
-    if reason != "one":
-        assert same_tree(results, [x.mm(x)] * count)
-        assert len(made) == 1
-        assert made[0][1].data_ptr() not in {result.data_ptr() for result in results}
-    made.clear()
+    assert said == [(x.nbytes, 9), "cancelled"]
 
 
 def test_other_bits_are_found_and_never_cut(run, cuts, monkeypatch):

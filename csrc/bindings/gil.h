@@ -1,8 +1,11 @@
 // The rules for the interpreter's lock, in one place.
 //
 //   * It is released around every call that may wait, and waits are sliced so that Ctrl-C arrives.
-//   * No destructor ever takes it: a Python reference that dies without it is handed to the watch
-//     thread (see watch.h), so that no lock of ours is ever held while waiting for the interpreter.
+//   * No destructor of ours takes it: a Python reference that dies without it is handed to the
+//     watch thread (see watch.h), so that no lock of ours is ever held while waiting for the
+//     interpreter.
+//     What torch calls when a tensor dies does take it, as torch's own of Python's memory does: it
+//     is the streams of the thread that dropped the tensor which may still read it.
 //   * A thread that would take it while the interpreter goes down is parked for good instead:
 //     Python would end the thread by unwinding through code that must not be unwound.
 #pragma once

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/process.h"
 
 namespace streamlap::bindings {
 namespace {
@@ -131,7 +132,18 @@ struct Given {
   SharedObject owner;
 };
 
-void let_go(dlpack::ManagedTensor* managed) { delete reinterpret_cast<Given*>(managed); }
+// Torch calls it in the thread that drops the tensor, as often as not without the interpreter's
+// lock. It is this thread's streams that may still use the memory, so no other thread can do it.
+void let_go(dlpack::ManagedTensor* managed) {
+  if (process::leaking() || interpreter_ending()) return;
+  auto* given = reinterpret_cast<Given*>(managed);
+  if (PyGILState_Check() != 0) {
+    delete given;
+  } else {
+    GilAcquire gil;
+    delete given;
+  }
+}
 
 }  // namespace
 

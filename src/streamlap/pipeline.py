@@ -180,10 +180,9 @@ def pipelined_run(
             page-locked memory as far as the pool's limit allows and then in ordinary memory.
         dtype: convert results to this dtype on the device.
         panels: into how many row panels the product of one item is cut, each copied as soon as it
-            is there. None: as :func:`configure` says, "auto" if it was not called. "auto": 4, from
-            8 MiB an item on, for the last item where copies wait for products, else for the first.
-            A number, which must divide the rows of ``x``: so many, for the last; 1: none. Only the
-            default
+            is there. None: as :func:`configure` says, "auto" if it was not called. "auto": 4, for
+            the last item, from 8 MiB an item on, where copies wait for products. A number,
+            which must divide the rows of ``x``: so many, for the last; 1: none. Only the default
             ``fn`` on one GPU, in a call without ``out``, ``depth``, ``dtype``, ``pool``,
             ``pin=False`` or ``wait=False``, is cut, and only once an earlier call has found that
             panels of this shape give the same bits.

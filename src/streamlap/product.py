@@ -19,7 +19,7 @@ from streamlap.direct import copy_out
 from streamlap.errors import PoolExhausted
 from streamlap.grouped import Layout, grouped_products
 from streamlap.lanes import Control, InlineLane, Job, annotate
-from streamlap.panels import Ends, Panelled, first_panels, start_cut
+from streamlap.panels import Ends, Panelled
 from streamlap.pinned import PinnedPool, pool_for, view_of
 from streamlap.policy import policy
 from streamlap.transfer import Transfer
@@ -186,15 +186,7 @@ def _run(
     growth: _native.Growth | None = None
     index = 0
     try:
-        panelled = first_panels(x, panels) if n > 1 else 0
-        if panelled:
-            stream = place.runtime.adopt(place.index, current_handle(place.index))
-            flying.append(start_cut(x, panelled, place, stream, pool))
-            growth = pool._grow_ahead(x.nbytes, n - 1)
-            ends = Ends(x, n, panels, panelled)
-            if ends.cut != 0:  # of other bits now, perhaps; the engine holds what is on its way
-                flying.clear()
-        for index in range(len(flying), n):
+        for index in range(n):
             if stream is not None and index >= depth:
                 native = flying[index - depth][0]
                 assert native is not None
