@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -38,7 +40,15 @@ def _as_chunk(chunk_bytes: int | None) -> int:
     return policy().chunk_bytes if chunk_bytes is None else as_count(chunk_bytes, "chunk_bytes", 1)
 
 
-@uncompiled
+def _quick(tree: Any) -> Transfer | None:
+    """Return the transfer of one tensor on a GPU; None sends a call the general way."""
+    try:
+        return usual_transfer(tree, None)
+    except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
+        return None
+
+
+@functools.partial(uncompiled, quick=_quick)
 def to_cpu(
     tree: Tree,
     out: Tree | None = None,
@@ -94,12 +104,10 @@ def to_cpu(
     if timed is not None:
         as_flag(timed, "timed")
     if usual and out is None and dtype is None:
-        try:
+        with contextlib.suppress(PoolExhausted):  # as in _quick
             transfer = usual_transfer(tree, timed)
-        except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
-            transfer = None
-        if transfer is not None:
-            return transfer
+            if transfer is not None:
+                return transfer
     watch.enter()
     dtype = as_dtype(dtype)
     leaves, spec = flatten(tree)

@@ -102,6 +102,7 @@ class TensorTransfer(Transfer):
     _modified: str | None = None
 
     def __init__(self, made: tuple[_native.Transfer, Place, torch.Tensor, int | None]) -> None:
+        """``made``: what the native short way has given."""
         self._made = made
 
     def __getattr__(self, name: str) -> Any:
