@@ -102,6 +102,7 @@ _DTYPE = operator.attrgetter("dtype")
 _VERSION = operator.attrgetter("_version")
 
 
+@uncompiled
 def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
     found = _native.versions_of(tensors)
     return list(map(_VERSION, tensors)) if found is None else found

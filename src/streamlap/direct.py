@@ -20,6 +20,7 @@ from streamlap.errors import PoolExhausted
 from streamlap.pinned import PinnedPool
 from streamlap.serving import current
 from streamlap.transfer import Transfer
+from streamlap.uncompiled import uncompiled
 
 
 def copy_out(
@@ -113,6 +114,7 @@ class TensorTransfer(Transfer):
                 self._make_parts()
         return self.__dict__[name]
 
+    @uncompiled
     def _make_parts(self) -> None:
         native, place, source, version = self._made
         dst: torch.Tensor = native.take_result()
