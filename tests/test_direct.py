@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.data import random_bits, same_bits
-from helpers.streams import CopySide, eventually, finish_all, is_held, runtime_of
+from helpers.data import random_bits, random_numbers, same_bits
+from helpers.streams import CopySide, eventually, finish_all, is_held, runtime_of, stays_false
 
 import streamlap
 from streamlap import _native, copies, direct, watch
@@ -136,6 +136,131 @@ def test_what_has_history_comes_without(start, make):
     assert same_bits(result, source.detach())
     with torch.inference_mode():
         assert same_bits(start(torch.ones(5)).result(), torch.ones(5))
+
+
+def test_what_the_result_is_was_settled_by_the_call(start):
+    source = random_numbers((4,))
+    expected = source.clone()
+    transfer = start(source)
+    source.data = source.half()  # another type, without a new version
+    assert same_bits(transfer.result(), expected)
+    layer = torch.nn.Linear(3, 2).requires_grad_(False)
+    expected = layer.weight.detach().clone()
+    transfer = start(layer.weight)
+    layer.half()
+    assert same_bits(transfer.result(), expected)
+    transfer = start(torch.tensor(2.5))
+    with torch.inference_mode():
+        assert not transfer.result().is_inference()
+        transfer = start(torch.tensor(2.5))
+    assert transfer.result().is_inference()
+
+
+def test_a_source_s_later_history_is_not_kept(start):
+    source = random_numbers((5,))
+    transfer = start(source)
+    alive = weakref.ref(source)
+    graded = torch.ones(5, requires_grad=True)
+    source.copy_(graded * 2)
+    assert all(getattr(thing, "grad_fn", None) is None for thing in transfer._made)
+    del source
+    assert alive() is None
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+
+
+def test_what_is_written_while_the_call_waits_for_memory_is_noticed(start):
+    pool = PinnedPool(8 << 10)
+    source = random_bits(1024)
+    kept = [start(source, pool=pool).result()]
+    gate = start.stream.gate()
+    transfer = start(source, pool=pool)
+    del transfer  # in flight: its block comes home once the gate is open
+    found = []
+    thread = threading.Thread(target=lambda: found.append(start(source, pool=pool)))
+    thread.start()
+    assert stays_false(lambda: found)
+    source.zero_()
+    gate.open()
+    thread.join()
+    with pytest.raises(streamlap.SourceModified):
+        found[0].result()
+    found.clear()
+    kept.clear()
+
+
+def test_a_device_may_be_added_while_a_call_waits(start):
+    pool, source = PinnedPool(8 << 10), random_bits(1024)
+    place, short = host_place(0), _native.ShortWay()
+    short.add(0, place.engine, pool._pool(), place)
+
+    def call():
+        return direct.TensorTransfer(short.start_after(source, None, start.stream.handle))
+
+    kept = [call().result()]
+    gate = start.stream.gate()
+    del_me = call()
+    del del_me
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    assert stays_false(lambda: found)
+    short.add(0, place.engine, PinnedPool(1 << 20)._pool(), place)
+    for index in range(1, 100):
+        short.add(index, place.engine, pool._pool(), place)
+    gate.open()
+    thread.join()
+    assert same_bits(found[0].result(), source)
+    kept.clear()
+    found.clear()
+
+
+def test_the_result_can_be_asked_for_again_after_an_error(start, monkeypatch):
+    source = random_bits(10)
+    transfer = start(source)
+
+    def fails(*args):
+        raise MemoryError("deliberate")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(direct, "Part", fails)
+        with pytest.raises(MemoryError, match="deliberate"):
+            transfer.result()
+    assert same_bits(transfer.result(), source)
+
+
+def test_a_finalizer_inside_may_ask_the_same_transfer(start, monkeypatch):
+    source = random_bits(10)
+    transfer = start(source)
+    real, inner, asked = direct.Part, [], []
+
+    def part(*args):
+        if not asked:
+            asked.append(True)
+            inner.append(transfer.result())
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(direct, "Part", part)
+        assert transfer.result() is inner[0]
+    assert same_bits(inner[0], source)
+    inner.clear()
+    del transfer
+
+
+def test_a_mode_that_changes_the_tensor_changes_no_copy(start):
+    source = random_bits((7, 3))
+    expected = source.clone()
+
+    class Changes(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if getattr(func, "__name__", "") in ("is_neg", "is_conj"):
+                source.data = torch.zeros(1, 2, 3, 4, 5, 6)
+            return func(*args, **kwargs or {})
+
+    with Changes():
+        transfer = start(source)
+    assert same_bits(transfer.result(), expected)
 
 
 def test_parts_are_made_once_whoever_asks(start):

@@ -369,6 +369,43 @@ assert torch.equal(streamlap.pipelined_run(x, n=2)[1], x.mm(x))
         assert (ended.status, ended.err) == (0, ""), ended
 
 
+def test_a_fork_while_another_thread_makes_a_result_is_refused(server):
+    code = (
+        CHILD.format(end="os._exit(0)")
+        + """
+from streamlap import _native, direct
+from streamlap.devices import host_place
+place = host_place(0)
+streamlap.to_cpu(torch.ones(3)).result()
+short, stream = _native.ShortWay(), place.runtime.stream(0, "compute")
+short.add(0, place.engine, place.pool._pool(), place)
+mine = direct.TensorTransfer(short.start_after(torch.ones(3), None, stream.handle))
+taken, over = threading.Event(), threading.Event()
+def hold():
+    with direct._making:
+        taken.set()
+        over.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+taken.wait()
+def body():
+    for call in (mine.result, mine.done, lambda: mine.nbytes, lambda: repr(mine)):
+        try:
+            call()
+        except streamlap.ForkedProcess:
+            continue
+        raise AssertionError(call)
+status = in_child(body)
+over.set()
+thread.join()
+assert status == 0, status
+assert torch.equal(mine.result(), torch.ones(3))
+"""
+    )
+    ended = server.run(script("cpu", code), timeout=20)
+    assert (ended.status, ended.err) == (0, ""), ended
+
+
 def test_a_child_forked_from_a_pipeline_does_not_hang(server):
     code = (
         CHILD.format(end="sys.exit(0)")

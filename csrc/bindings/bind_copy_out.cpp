@@ -103,9 +103,9 @@ class ShortWay {
 
   // Starts the copy of a tensor whose values lie in one range, longer than nothing, after what
   // torch's current stream has been given. What it gives back: the transfer, which makes its result
-  // in take_result(), what Python calls the device, the tensor itself, or what is one without
-  // history, and its version. Or the index of a device that nothing was added for; or nothing: a
-  // tensor that is to go another way. `timed`: None means as the policy says.
+  // in take_result(), what Python calls the device, the tensor without history, its version, and
+  // whether the call is one of inference mode. Or the index of a device that nothing was added for;
+  // or nothing: a tensor that is to go another way. `timed`: None means as the policy says.
   py::object start(const py::object& tensor, const py::object& timed) {
     return start_after(tensor, timed, std::nullopt);
   }
@@ -118,12 +118,17 @@ class ShortWay {
     if (!says(tensor, lies)) return py::none();
     const bool on_gpu = lies.device.type == dlpack::cuda;
     if (!on_gpu && !stream) return py::none();
+    // Nobody else has it: what it says stays true, whatever becomes of the caller's, and it keeps
+    // the memory. The version first: what is written from here on is written too early.
+    const py::object version = version_of(tensor);
+    const py::object alias = alias_of(tensor);
+    const bool inference = inference_mode();
+    if (!is_plain(alias) || !says(alias, lies)) return py::none();
     const std::optional<std::size_t> bytes = bytes_of(lies);
     if (!bytes || *bytes == 0 || !is_contiguous(lies) || address_of(lies) == 0) return py::none();
-    if (!is_plain(tensor, lies)) return py::none();
     const auto index = static_cast<std::size_t>(lies.device.index);
     if (index >= served_.size() || !served_[index].engine) return py::int_(lies.device.index);
-    const Served& served = served_[index];
+    const Served served = served_[index];  // another thread may add one meanwhile
     if (served.engine->runtime()->uses_device_memory() != on_gpu) return py::none();
     if (!stream) stream = current_stream_of(lies.device.index);
     if (!stream) return py::none();
@@ -132,17 +137,13 @@ class ShortWay {
     item.bytes = *bytes;
     item.element_bytes = lies.dtype.bits / 8;
     const bool notes = timed.is_none() ? *bytes >= numbers.timed_bytes : timed.ptr() == Py_True;
-    // While the interpreter's lock is away, the tensor may be given another shape.
-    std::vector<std::int64_t> shape(lies.shape, lies.shape + lies.ndim);
-    // The memory itself: the caller may give the tensor other memory any time.
     Started started =
         streamlap::bindings::start(served.engine, *served.pool, lies.device.index, *stream,
-                                   std::move(item), numbers.chunk_bytes, notes, storage_of(tensor));
+                                   std::move(item), numbers.chunk_bytes, notes, alias);
     auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
-    made->give_block(std::move(started.block), lies.dtype, std::move(shape));
-    const bool has_history = requires_grad(tensor);
-    return py::make_tuple(std::move(made), served.place, has_history ? alias_of(tensor) : tensor,
-                          version_of(tensor));
+    made->give_block(std::move(started.block), lies.dtype,
+                     std::vector<std::int64_t>(lies.shape, lies.shape + lies.ndim));
+    return py::make_tuple(std::move(made), served.place, alias, version, inference);
   }
 
  private:

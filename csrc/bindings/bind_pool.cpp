@@ -183,7 +183,7 @@ py::dict stats(PinnedPool& pool) {
 }  // namespace
 
 std::shared_ptr<PinnedBlock> allocate_block(PinnedPool& pool, std::size_t bytes) {
-  std::unique_ptr<PinnedBlock> block;
+  std::shared_ptr<PinnedBlock> block;
   wait_sliced(*pool.runtime(), std::nullopt, [&](std::chrono::nanoseconds slice) {
     const bool simulated = pool.runtime()->virtual_time();
     const auto until = std::chrono::steady_clock::now() +

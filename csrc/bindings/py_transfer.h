@@ -63,17 +63,19 @@ class PyTransfer {
     dtype_ = dtype;
     shape_ = std::move(shape);
   }
-  // That tensor, contiguous.
+  // That tensor, contiguous. After an error it can be asked for again.
   py::object take_result() {
-    if (!block_) throw Error(ErrorKind::runtime, "the result was taken before");
-    const dlpack::Tensor lies{block_->block()->data(),
-                              {dlpack::cpu, 0},
-                              static_cast<std::int32_t>(shape_.size()),
-                              dtype_,
-                              shape_.data(),
-                              nullptr,
+    if (block_) {
+      data_ = block_->block()->data();
+      owner_ = share(py::cast(std::move(block_)));
+    }
+    if (!owner_) throw Error(ErrorKind::runtime, "the result was taken before");
+    const dlpack::Tensor lies{data_,  {dlpack::cpu, 0}, static_cast<std::int32_t>(shape_.size()),
+                              dtype_, shape_.data(),    nullptr,
                               0};
-    return new_tensor(lies, share(py::cast(std::move(block_))));
+    py::object made = new_tensor(lies, owner_);
+    owner_.reset();
+    return made;
   }
 
   // A reference of the caller's own: it may use it without the interpreter's lock.
@@ -88,6 +90,8 @@ class PyTransfer {
   std::shared_ptr<CopyEngine> engine_;
   std::shared_ptr<Transfer> transfer_;
   std::unique_ptr<PyBlock> block_;
+  SharedObject owner_;  // of what was the block's, once a result was asked for in vain
+  void* data_ = nullptr;
   dlpack::DataType dtype_{};
   std::vector<std::int64_t> shape_;
   std::optional<StreamRef> open_;  // open-ended and not complete: the stream its last steps are on

@@ -14,8 +14,7 @@ namespace {
 
 // What a plain tensor without history says, one that is no parameter.
 bool asked(py::handle object, dlpack::Tensor& tensor) {
-  return is_torchs(object) && says(object, tensor) && !requires_grad(object) &&
-         is_plain(object, tensor);
+  return is_torchs(object) && !requires_grad(object) && is_plain(object) && says(object, tensor);
 }
 
 }  // namespace

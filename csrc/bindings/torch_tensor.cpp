@@ -63,6 +63,7 @@ struct Known {
   const dlpack::ExchangeApi* api = nullptr;
   PyTypeObject* tensor = nullptr;  // kept for good, as the table is
   PyTypeObject* parameter = nullptr;
+  PyObject* inference_mode = nullptr;
   Getter requires_grad;
   Getter version;
   Method is_neg;
@@ -83,9 +84,10 @@ py::object taken(PyObject* value) {
 
 bool is_true(PyObject* value) { return taken(value).ptr() == Py_True; }
 
-// The table and the types are torch's. Without what is looked for, each tensor is asked by itself,
-// from Python.
-void use_tensors_of(const py::capsule& table, const py::type& tensor, const py::type& parameter) {
+// The table, the types and the question are torch's. Without what is looked for, each tensor is
+// asked by itself, from Python.
+void use_tensors_of(const py::capsule& table, const py::type& tensor, const py::type& parameter,
+                    const py::object& inference_mode) {
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(table.ptr(), dlpack::capsule_name));
   if (api == nullptr) throw py::error_already_set();
@@ -97,6 +99,7 @@ void use_tensors_of(const py::capsule& table, const py::type& tensor, const py::
   found.api = api;
   found.tensor = reinterpret_cast<PyTypeObject*>(tensor.ptr());
   found.parameter = reinterpret_cast<PyTypeObject*>(parameter.ptr());
+  found.inference_mode = inference_mode.ptr();
   found.requires_grad = Getter(tensor, "requires_grad");
   found.version = Getter(tensor, "_version");
   found.is_neg = Method(tensor, "is_neg");
@@ -109,6 +112,7 @@ void use_tensors_of(const py::capsule& table, const py::type& tensor, const py::
   }
   tensor.inc_ref();
   parameter.inc_ref();
+  inference_mode.inc_ref();
   known() = found;
 }
 
@@ -162,11 +166,11 @@ bool says(py::handle tensor, dlpack::Tensor& lies) {
   return lies.dtype.lanes == 1 && lies.dtype.bits != 0 && lies.dtype.bits % 8 == 0;
 }
 
-bool is_plain(py::handle tensor, const dlpack::Tensor& lies) {
-  const Known& ask = known();
-  if (is_true(ask.is_neg(tensor))) return false;
-  return lies.dtype.code != dlpack::code_complex || !is_true(ask.is_conj(tensor));
+bool is_plain(py::handle tensor) {
+  return !is_true(known().is_neg(tensor)) && !is_true(known().is_conj(tensor));
 }
+
+bool inference_mode() { return is_true(PyObject_CallNoArgs(known().inference_mode)); }
 
 bool requires_grad(py::handle tensor) { return is_true(known().requires_grad(tensor)); }
 

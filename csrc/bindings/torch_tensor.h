@@ -16,11 +16,14 @@ namespace streamlap::bindings {
 // everything where torch has no table of functions for C.
 bool is_torchs(py::handle object, bool parameters = false);
 
-// What a tensor says of itself; false where it cannot say it.
+// What a tensor says of itself; false where it cannot say it. The sizes and strides are the
+// tensor's own memory: good until other code of Python's may run, as it may in each of the
+// functions below.
 bool says(py::handle tensor, dlpack::Tensor& lies);
 // Whether its bytes are its values: no lazy negation or conjugation.
-bool is_plain(py::handle tensor, const dlpack::Tensor& lies);
+bool is_plain(py::handle tensor);
 bool requires_grad(py::handle tensor);
+bool inference_mode();
 // Without history, over the same memory: it keeps that, whatever becomes of the other object.
 py::object alias_of(py::handle tensor);
 // The version counter; None where it has none.

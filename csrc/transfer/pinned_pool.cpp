@@ -247,12 +247,12 @@ Piece PinnedPool::take_ready(SizeClass& size) {
   return {};
 }
 
-std::unique_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
+std::shared_ptr<PinnedBlock> PinnedPool::try_allocate(std::size_t bytes) {
   process::require_usable();
   bytes = std::max<std::size_t>(bytes, 1);
   const std::size_t capacity = size_class(bytes);
   // Made before the lock is taken: nothing can fail once memory has changed hands.
-  auto block = std::make_unique<PinnedBlock>(shared_from_this(), capacity, bytes);
+  auto block = std::make_shared<PinnedBlock>(shared_from_this(), capacity, bytes);
   LiveBlocks entry;
   entry.emplace(nullptr, block.get());
   Freed freed;

@@ -106,7 +106,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   // come home, or when one is being made in the background: call again. Throws PoolExhausted when
   // only memory that users hold could help, and Error(sticky) when it is in flight on a device
   // whose context is lost.
-  std::unique_ptr<PinnedBlock> try_allocate(std::size_t bytes);
+  std::shared_ptr<PinnedBlock> try_allocate(std::size_t bytes);
 
   // Makes blocks in the background until `count` of `bytes` are cached or in flight; null when
   // there are so many. It is a hint: what the limit has no room for, and what the system refuses,
@@ -141,7 +141,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // The live block that contains `pointer`, to record a use of it. False when it is none of ours.
   bool record_use(const void* pointer, StreamRef stream);
-  // That block, for one more to hold it; null where it is none of ours, or nobody shares it.
+  // That block, for one more to hold it; null where it is none of ours, or about to go.
   std::shared_ptr<PinnedBlock> around(const void* pointer) const;
   // The uses of that block; none where it is none of ours.
   std::vector<EventPtr> uses(const void* pointer) const;

@@ -96,7 +96,9 @@ class Sources:
 
 _table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 if type(_table).__name__ == "PyCapsule":  # older versions of torch have none: the general way, then
-    _native.use_tensors_of(_table, torch.Tensor, torch.nn.Parameter)
+    _native.use_tensors_of(
+        _table, torch.Tensor, torch.nn.Parameter, torch.is_inference_mode_enabled
+    )
 
 _DTYPE = operator.attrgetter("dtype")
 _VERSION = operator.attrgetter("_version")

@@ -93,7 +93,7 @@ class TensorTransfer(Transfer):
     """The transfer of one tensor, which makes its parts when somebody asks for one of them.
 
     A loop that hands over one small tensor after the other would spend as much time on them as on
-    the driver's calls; later there is time.
+    the driver's calls; later there is time. What they are was settled by the call.
     """
 
     _counts = None
@@ -101,14 +101,18 @@ class TensorTransfer(Transfer):
     _to_device = False
     _error: Exception | None = None
     _modified: str | None = None
+    _dst: torch.Tensor | None = None
 
-    def __init__(self, made: tuple[_native.Transfer, Place, torch.Tensor, int | None]) -> None:
+    def __init__(
+        self, made: tuple[_native.Transfer, Place, torch.Tensor, int | None, bool]
+    ) -> None:
         """``made``: what the native short way has given."""
         self._made = made
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("_parts", "_leaves", "_borrowed", "_lock", "_nbytes"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        _native.require_usable()  # in a forked child the lock may be another thread's for ever
         with _making:
             if "_parts" not in self.__dict__:
                 self._make_parts()
@@ -116,20 +120,27 @@ class TensorTransfer(Transfer):
 
     @uncompiled
     def _make_parts(self) -> None:
-        native, place, source, version = self._made
-        dst: torch.Tensor = native.take_result()
-        if dst.dtype is not source.dtype:  # there are several of one byte
-            dst = dst.view(source.dtype)
-        del self._made  # what is borrowed is let go of with the rest
+        native, place, source, version, inference = self._made
+        if self._dst is None:
+            # As the call would have made it, whoever asks.
+            with torch.inference_mode(inference):
+                dst = native.take_result()
+                if dst.dtype is not source.dtype:  # there are several of one byte
+                    dst = dst.view(source.dtype)
+            self._dst = dst
         part = Part(native, place, _path(place), [0], place.is_cuda, place)
+        if "_parts" in self.__dict__:  # a finalizer that ran just now has asked, too
+            return
         self._lock = threading.Lock()
-        self._leaves = [Copied(dst, False, None, part)]
+        self._leaves = [Copied(self._dst, False, None, part)]
         self._borrowed = [Source(source, False, version)]
-        self._nbytes = dst.nbytes
+        self._nbytes = self._dst.nbytes
         self._parts = [part]
+        del self._made, self._dst  # what is borrowed is let go of with the rest
 
 
-_making = threading.RLock()  # a collection of garbage inside may run anything
+# Re-entrant: a collection of garbage inside may run anything.
+_making = threading.RLock()
 
 
 def _path(place: Place) -> str:

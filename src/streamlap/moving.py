@@ -135,7 +135,7 @@ def layout_between(tensor: torch.Tensor, dst: torch.Tensor) -> Layout | None:
 
 @dataclass
 class Group:
-    """Leaves of one move; the one range is part of one storage."""
+    """Leaves of one move; the one range is part of one storage, or of one pool's block."""
 
     gathers: bool
     leaves: list[Candidate]

@@ -243,7 +243,7 @@ def _range_of(
 ) -> Any:
     """Return what keeps the one range that a kernel may take them for; None: there is none.
 
-    They are parts of one pool's block, or of one tensor.
+    They are parts of one pool's block, or of one storage.
     """
     begin, nbytes = row.around()
     block = _native.block_around(begin, place.runtime)

@@ -336,8 +336,10 @@ class _Call:
             addresses = _native.Addresses(list(map(_data_ptr, self.tensors)))
         (counts,), self.counts = counts_for([block.plan], place, pool)
         scratch = None
-        if self.outs is None or block.nbytes == block.result_bytes:
-            # Else something that is not this transfer's may lie between the leaves.
+        held = self.outs is None or isinstance(self.outs_memory, _native.HeldBlock)
+        if held and (self.outs is None or block.nbytes == block.result_bytes):
+            # Else something that is not this transfer's may lie between the leaves, or an end of
+            # what is page-locked.
             scratch = scratch_for(place, block.plan, self.producer)
         submit = functools.partial(
             _native.submit_moves,

@@ -98,8 +98,8 @@ struct World {
       return false;
     });
   }
-  std::unique_ptr<PinnedBlock> allocate(std::size_t bytes) {
-    std::unique_ptr<PinnedBlock> block;
+  std::shared_ptr<PinnedBlock> allocate(std::size_t bytes) {
+    std::shared_ptr<PinnedBlock> block;
     poll([&] {
       try {
         block = pool->try_allocate(bytes);
@@ -482,7 +482,7 @@ void pool_reuse(World& w) {
     request.items = {{block->data(), source->data(), size, 1, nullptr}};
     request.after = {w.producer};
     request.keep_source = w.keep(source);
-    auto held = std::make_shared<std::unique_ptr<PinnedBlock>>(std::move(block));
+    auto held = std::make_shared<std::shared_ptr<PinnedBlock>>(std::move(block));
     request.keep_destination = held;
     w.kept.push_back(std::weak_ptr<void>(held));
     Held transfer(w, std::move(request));

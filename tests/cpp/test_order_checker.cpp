@@ -243,7 +243,7 @@ PAIR(pool_memory_that_is_handed_out_again) {
     // Without this use the pool does not know that the copy still writes.
     if (!racy) block->record_use(stream);
   }
-  std::unique_ptr<PinnedBlock> again;
+  std::shared_ptr<PinnedBlock> again;
   for (int i = 0; i < 10'000 && !again; ++i) {
     again = pool->try_allocate(size);
     lab.runtime->poll();

@@ -65,7 +65,7 @@ struct PoolLab : Lab {
   PoolLab(std::shared_ptr<Upstream> counted, std::size_t limit)
       : Lab(counted), upstream(counted), pool(std::make_shared<PinnedPool>(counted, limit)) {}
 
-  std::unique_ptr<PinnedBlock> allocate(std::size_t bytes) {
+  std::shared_ptr<PinnedBlock> allocate(std::size_t bytes) {
     auto block = pool->try_allocate(bytes);
     REQUIRE(block != nullptr);
     return block;
@@ -316,7 +316,7 @@ TEST(a_condemned_block_never_comes_back) {
   block.reset();
   CHECK_EQ(lab.pool->stats().live, 8192);
   lab.pool->trim();
-  std::vector<std::unique_ptr<PinnedBlock>> all;
+  std::vector<std::shared_ptr<PinnedBlock>> all;
   for (int i = 0; i < 7; ++i) {
     all.push_back(lab.allocate(8192));
     CHECK(all.back()->data() != data);
@@ -437,7 +437,7 @@ TEST(the_limit_holds_under_many_threads) {
   for (unsigned t = 0; t < 8; ++t) {
     threads.emplace_back([&, t] {
       std::mt19937_64 random(t);
-      std::vector<std::unique_ptr<PinnedBlock>> mine;
+      std::vector<std::shared_ptr<PinnedBlock>> mine;
       for (int i = 0; i < 400; ++i) {
         if (!mine.empty() && random() % 2 == 0) {
           if (random() % 2 == 0) {
@@ -486,7 +486,7 @@ TEST(threads_that_come_again_all_get_their_blocks) {
   for (std::size_t t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 100; ++i) {
-        std::unique_ptr<PinnedBlock> block;
+        std::shared_ptr<PinnedBlock> block;
         // At most 16 KiB of 64 is held by each, so nobody may be told that the pool is exhausted.
         while (!(block = lab.pool->try_allocate((4 + 4 * ((t + std::size_t(i)) % 4)) * KiB))) {
           std::this_thread::yield();
@@ -615,7 +615,7 @@ TEST(another_error_is_not_tried_again) {
 
 TEST(a_refusal_half_way_leaves_the_rest_usable) {
   PoolLab lab(MiB);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   blocks.push_back(lab.allocate(128 * KiB));
   blocks.push_back(lab.allocate(128 * KiB));
   lab.upstream->cap = 256 * KiB;
@@ -630,7 +630,7 @@ TEST(the_books_balance_after_anything) {
   PoolLab lab(2 * MiB);
   StreamRef stream = lab.copy();
   std::mt19937_64 random(99);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   std::unique_ptr<Gate> gate;
   for (int i = 0; i < 3000; ++i) {
     switch (random() % 8) {
@@ -681,7 +681,7 @@ TEST(the_books_balance_after_anything) {
 
 TEST(small_blocks_cost_few_calls) {
   PoolLab lab(GiB);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   std::set<std::byte*> addresses;
   for (int i = 0; i < 2000; ++i) {
     blocks.push_back(lab.allocate(4096));
@@ -701,7 +701,7 @@ TEST(small_blocks_cost_few_calls) {
 
 TEST(large_blocks_have_a_slab_each) {
   PoolLab lab(GiB);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   for (int i = 0; i < 5; ++i) blocks.push_back(lab.allocate(MiB));
   CHECK_EQ(lab.upstream->calls.load(), 5);
   CHECK_EQ(lab.upstream->held.load(), 5 * MiB);
@@ -710,7 +710,7 @@ TEST(large_blocks_have_a_slab_each) {
 TEST(slabs_are_as_large_as_asked) {
   PoolLab lab(MiB);
   auto pool = std::make_shared<PinnedPool>(lab.upstream, 64 * MiB, 4 * 4096);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   std::size_t largest = 0;
   for (int i = 0; i < 100; ++i) {
     const std::size_t before = pool->stats().reserved;
@@ -722,7 +722,7 @@ TEST(slabs_are_as_large_as_asked) {
 
 TEST(a_small_pool_has_small_slabs) {
   PoolLab lab(MiB);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   std::size_t before = 0;
   for (int i = 0; i < 100; ++i) {
     blocks.push_back(lab.allocate(4096));
@@ -737,7 +737,7 @@ TEST(a_small_pool_has_small_slabs) {
 
 TEST(trim_gives_back_empty_slabs_and_no_others) {
   PoolLab lab(GiB);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   for (int i = 0; i < 256; ++i) blocks.push_back(lab.allocate(4096));
   auto kept = std::move(blocks.back());
   *kept->data() = std::byte{7};
@@ -760,7 +760,7 @@ TEST(trim_gives_back_empty_slabs_and_no_others) {
 
 TEST(what_lies_beside_held_blocks_is_not_promised_to_others) {
   PoolLab lab(MiB);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   for (int i = 0; i < 256; ++i) blocks.push_back(lab.allocate(4096));
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     if (i % 4 != 0) blocks[i].reset();
@@ -804,7 +804,7 @@ TEST(prewarmed_blocks_are_hits) {
     CHECK_EQ(lab.pool->stats().cached, 50 * bytes);
     lab.pool->prewarm(bytes, 50);  // they are there
     CHECK(lab.pool->grow_ahead(bytes, 20) == nullptr);
-    std::vector<std::unique_ptr<PinnedBlock>> blocks;
+    std::vector<std::shared_ptr<PinnedBlock>> blocks;
     for (int i = 0; i < 50; ++i) blocks.push_back(lab.allocate(bytes));
     CHECK_EQ(lab.upstream->calls.load(), calls);
     CHECK_EQ(lab.pool->stats().hits, 50);
@@ -873,7 +873,7 @@ class Door {
   int let_ = 0;
 };
 
-std::unique_ptr<PinnedBlock> patiently(PinnedPool& pool, std::size_t bytes) {
+std::shared_ptr<PinnedBlock> patiently(PinnedPool& pool, std::size_t bytes) {
   for (;;) {
     const auto seen = pool.changes().seen();
     if (auto block = pool.try_allocate(bytes)) return block;
@@ -906,7 +906,7 @@ TEST(whoever_asks_waits_for_the_block_that_is_being_made) {
   CHECK(lab.pool->try_allocate(4 * MiB) == nullptr);
   CHECK(!lab.pool->grown(*growth));
   door.let(1);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   blocks.push_back(patiently(*lab.pool, 4 * MiB));
   CHECK(!lab.pool->grown(*growth));
   door.let(2);
@@ -947,7 +947,7 @@ TEST(what_is_cancelled_is_not_begun) {
   CHECK_EQ(lab.pool->stats().cached, 8 * MiB);
   CHECK_EQ(lab.pool->stats().growing, 0);
   lab.upstream->on_alloc = nullptr;
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   for (int i = 0; i < 3; ++i) blocks.push_back(lab.allocate(4 * MiB));  // nobody waits for ever
   lab.add_up();
 }
@@ -957,7 +957,7 @@ TEST(growth_that_is_refused_leaves_the_rest_to_who_needs_it) {
   lab.upstream->refuse = 1;
   auto growth = lab.pool->grow_ahead(4 * MiB, 10);
   CHECK_THROWS(until_grown(*lab.pool, *growth), Error);
-  std::vector<std::unique_ptr<PinnedBlock>> blocks;
+  std::vector<std::shared_ptr<PinnedBlock>> blocks;
   for (int i = 0; i < 10; ++i) blocks.push_back(lab.allocate(4 * MiB));
   lab.add_up();
   lab.upstream->refuse = 1;
@@ -1006,7 +1006,7 @@ TEST(the_limit_holds_while_many_grow_and_take) {
   for (unsigned t = 0; t < 6; ++t) {
     threads.emplace_back([&, t] {
       std::mt19937_64 random(t);
-      std::vector<std::unique_ptr<PinnedBlock>> mine;
+      std::vector<std::shared_ptr<PinnedBlock>> mine;
       for (int i = 0; i < 300; ++i) {
         const std::size_t bytes = std::size_t{4096} << random() % 8;
         if (random() % 8 == 0) {
