@@ -130,8 +130,8 @@ Way by_pages(Bench& bench, std::size_t bytes, bool huge, std::size_t threads) {
           }};
 }
 
-std::unique_ptr<PinnedBlock> take(PinnedPool& pool, std::size_t bytes) {
-  std::unique_ptr<PinnedBlock> block = pool.try_allocate(bytes);
+std::shared_ptr<PinnedBlock> take(PinnedPool& pool, std::size_t bytes) {
+  std::shared_ptr<PinnedBlock> block = pool.try_allocate(bytes);
   if (!block) throw streamlap::Error(streamlap::ErrorKind::runtime, "the pool gave no block");
   return block;
 }
@@ -143,7 +143,7 @@ Way by_pool(Device& device, std::size_t bytes) {
             auto pool =
                 std::make_shared<PinnedPool>(device.runtime(), PinnedPool::size_class(bytes));
             Clock clock(device);
-            std::unique_ptr<PinnedBlock> block = take(*pool, bytes);
+            std::shared_ptr<PinnedBlock> block = take(*pool, bytes);
             growth.total = clock.lap();
             if (check != nullptr) (*check)(block->data(), name);
             clock.lap();
@@ -213,7 +213,7 @@ void reuse(Bench& bench, std::size_t bytes, bool with_use) {
     double seconds = 0;
     for (std::size_t i = 0; i < times; ++i) {
       Clock clock(device);
-      std::unique_ptr<PinnedBlock> block = take(*pool, bytes);
+      std::shared_ptr<PinnedBlock> block = take(*pool, bytes);
       if (with_use) block->record_use(stream);
       same_block = same_block && block->data() == home;
       block.reset();

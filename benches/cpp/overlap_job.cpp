@@ -20,7 +20,7 @@ constexpr std::chrono::milliseconds slice{1};
 
 std::shared_ptr<PinnedBlock> take(PinnedPool& pool, std::size_t bytes) {
   for (;;) {
-    if (std::unique_ptr<PinnedBlock> block = pool.try_allocate(bytes)) return block;
+    if (std::shared_ptr<PinnedBlock> block = pool.try_allocate(bytes)) return block;
     std::this_thread::yield();  // another device's thread is growing the pool
   }
 }

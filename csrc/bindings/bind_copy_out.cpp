@@ -114,16 +114,16 @@ class ShortWay {
   py::object start_after(const py::object& tensor, const py::object& timed,
                          std::optional<std::uintptr_t> stream) {
     if (process::ending() || !is_torchs(tensor, true)) return py::none();
-    dlpack::Tensor lies;
-    if (!says(tensor, lies)) return py::none();
-    const bool on_gpu = lies.device.type == dlpack::cuda;
-    if (!on_gpu && !stream) return py::none();
-    // Nobody else has it: what it says stays true, whatever becomes of the caller's, and it keeps
-    // the memory. The version first: what is written from here on is written too early.
+    // Nobody else has the alias: what it says stays true, whatever becomes of the caller's tensor,
+    // and it keeps the memory. The version first: what is written from here on is written too
+    // early.
     const py::object version = version_of(tensor);
     const py::object alias = alias_of(tensor);
     const bool inference = inference_mode();
+    dlpack::Tensor lies;
     if (!is_plain(alias) || !says(alias, lies)) return py::none();
+    const bool on_gpu = lies.device.type == dlpack::cuda;
+    if (!on_gpu && !stream) return py::none();
     const std::optional<std::size_t> bytes = bytes_of(lies);
     if (!bytes || *bytes == 0 || !is_contiguous(lies) || address_of(lies) == 0) return py::none();
     const auto index = static_cast<std::size_t>(lies.device.index);
@@ -155,6 +155,33 @@ class ShortWay {
   std::vector<Served> served_;  // by device
 };
 
+constexpr char way_name[] = "streamlap.ShortWay";
+
+// ShortWay::start without the look-up of a method and of arguments: of the way's handle, the tensor
+// and `timed`. False where it throws: it can be asked again as a method, which raises that.
+PyObject* start_short(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "start_short() takes a handle, a tensor and a flag");
+    return nullptr;
+  }
+  auto* way = static_cast<ShortWay*>(PyCapsule_GetPointer(arguments[0], way_name));
+  if (way == nullptr) return nullptr;
+  try {
+    return way
+        ->start(py::reinterpret_borrow<py::object>(arguments[1]),
+                py::reinterpret_borrow<py::object>(arguments[2]))
+        .release()
+        .ptr();
+  } catch (...) {
+    Py_RETURN_FALSE;
+  }
+}
+
+PyMethodDef functions[] = {
+    {"start_short", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&start_short)),
+     METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
 }  // namespace
 
 void bind_copy_out(py::module_& module) {
@@ -163,8 +190,10 @@ void bind_copy_out(py::module_& module) {
   py::class_<ShortWay>(module, "ShortWay")
       .def(py::init<>())
       .def("add", &ShortWay::add)
+      .def("handle", [](ShortWay& self) { return py::capsule(&self, way_name); })
       .def("start", &ShortWay::start)
       .def("start_after", &ShortWay::start_after);
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
   module.def("use_short_way", [](std::size_t chunk_bytes, std::size_t timed_bytes) {
     numbers = {chunk_bytes, timed_bytes};
   });

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -40,15 +39,7 @@ def _as_chunk(chunk_bytes: int | None) -> int:
     return policy().chunk_bytes if chunk_bytes is None else as_count(chunk_bytes, "chunk_bytes", 1)
 
 
-def _quick(tree: Any) -> Transfer | None:
-    """Return the transfer of one tensor on a GPU; None sends a call the general way."""
-    try:
-        return usual_transfer(tree, None)
-    except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
-        return None
-
-
-@functools.partial(uncompiled, quick=_quick)
+@functools.partial(uncompiled, quick=usual_transfer)
 def to_cpu(
     tree: Tree,
     out: Tree | None = None,
@@ -104,10 +95,9 @@ def to_cpu(
     if timed is not None:
         as_flag(timed, "timed")
     if usual and out is None and dtype is None:
-        with contextlib.suppress(PoolExhausted):  # as in _quick
-            transfer = usual_transfer(tree, timed)
-            if transfer is not None:
-                return transfer
+        transfer = usual_transfer(tree, timed)
+        if transfer is not None:
+            return transfer
     watch.enter()
     dtype = as_dtype(dtype)
     leaves, spec = flatten(tree)

@@ -18,7 +18,7 @@ from streamlap.batch import Copied, Part
 from streamlap.devices import Place
 from streamlap.errors import PoolExhausted
 from streamlap.pinned import PinnedPool
-from streamlap.serving import current
+from streamlap.serving import Serving, current
 from streamlap.transfer import Transfer
 from streamlap.uncompiled import uncompiled
 
@@ -147,7 +147,7 @@ def _path(place: Place) -> str:
     return "direct" if place.is_cuda else "host"
 
 
-def usual_transfer(tensor: Any, timed: bool | None) -> Transfer | None:
+def usual_transfer(tensor: Any, timed: bool | None = None) -> Transfer | None:
     """Return the transfer of what ``to_cpu`` is mostly given: one tensor on a GPU, dense bytes.
 
     None sends it the general way: so does whatever would be refused there.
@@ -155,12 +155,31 @@ def usual_transfer(tensor: Any, timed: bool | None) -> Transfer | None:
     if observe.recorder is not None or observe.ranges:
         return None
     serving = current.get()
-    made = serving.short.start(tensor, timed)
+    made = _start_short(serving.short_handle, tensor, timed)
     if made is None:
         return None
-    if type(made) is int:
+    if type(made) is not tuple:
+        try:
+            made = _start_again(made, serving, tensor, timed)
+        except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
+            made = None
+        if made is None:
+            return None
+    transfer = _new(TensorTransfer)  # without a frame for __init__
+    transfer._made = made
+    return transfer
+
+
+_new = object.__new__
+_start_short = _native.start_short
+
+
+def _start_again(
+    made: int | bool, serving: Serving, tensor: torch.Tensor, timed: bool | None
+) -> Any:
+    """Start it on a device that is new to the short way, or raise what kept it from starting."""
+    if made is not False:
         watch.enter()
         place = serving.place(made, cuda=True)
         serving.short.add(made, place.engine, place.pool._pool(), place)
-        made = serving.short.start(tensor, timed)
-    return TensorTransfer(made)
+    return serving.short.start(tensor, timed)

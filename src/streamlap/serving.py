@@ -99,6 +99,7 @@ class Serving:
     Attributes:
         outer: what served before, and still serves what this does not; None: the process itself.
         short: the short way of ``to_cpu``, for the GPUs that have taken it.
+        short_handle: what ``_native.start_short`` knows it by.
         simulated: whether CPU tensors are served on a virtual clock.
     """
 
@@ -107,6 +108,7 @@ class Serving:
     def __init__(self, outer: Serving | None) -> None:
         self.outer = outer
         self.short = _native.ShortWay()
+        self.short_handle = self.short.handle()
         self._lock = threading.Lock()
         self._own: dict[bool, tuple[_native.Runtime, PinnedPool] | None] = {}
         self._places: dict[tuple[bool, int], Place] = {}
