@@ -124,6 +124,9 @@ def test_what_is_to_go_another_way(start):
     ]
     wrapped(torch.ones(3, 4))
     assert others == [None] * 9
+    escaped = []
+    torch.func.vmap(lambda row: escaped.append(row) or row)(torch.ones(3, 4))
+    assert start(escaped[0]) is None
     short = _native.ShortWay()
     assert short.start(z, None) is None  # of a CPU, without a stream
     assert _native.start_short(short.handle(), z, None) is None
@@ -252,6 +255,26 @@ def test_a_finalizer_inside_may_ask_the_same_transfer(start, monkeypatch):
     assert same_bits(inner[0], source)
     inner.clear()
     holder.clear()
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_question_that_raises_sends_it_another_way_but_for_an_interrupt(start, error):
+    class Raises(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if getattr(func, "__name__", "") == "is_neg":
+                raise error("deliberate")
+            return func(*args, **kwargs or {})
+
+    tensor = torch.ones(3)
+    with Raises():
+        if error is ArithmeticError:
+            assert start(tensor) is None
+            assert _native.TensorRow.of([tensor]) is None
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                start(tensor)
+            with pytest.raises(KeyboardInterrupt):
+                _native.TensorRow.of([tensor])
 
 
 def test_a_mode_that_changes_the_tensor_changes_no_copy(start):

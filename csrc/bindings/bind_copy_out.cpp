@@ -117,11 +117,17 @@ class ShortWay {
     // Nobody else has the alias: what it says stays true, whatever becomes of the caller's tensor,
     // and it keeps the memory. The version first: what is written from here on is written too
     // early.
-    const py::object version = version_of(tensor);
-    const py::object alias = alias_of(tensor);
-    const bool inference = inference_mode();
+    py::object version;
+    py::object alias;
+    bool inference = false;
+    const auto plain = [&] {
+      version = version_of(tensor);
+      alias = alias_of(tensor);
+      inference = inference_mode();
+      return is_plain(alias);
+    };
     dlpack::Tensor lies;
-    if (!is_plain(alias) || !says(alias, lies)) return py::none();
+    if (!unless_it_raises(plain).value_or(false) || !says(alias, lies)) return py::none();
     const bool on_gpu = lies.device.type == dlpack::cuda;
     if (!on_gpu && !stream) return py::none();
     const std::optional<std::size_t> bytes = bytes_of(lies);

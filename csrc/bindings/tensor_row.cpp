@@ -14,7 +14,9 @@ namespace {
 
 // What a plain tensor without history says, one that is no parameter.
 bool asked(py::handle object, dlpack::Tensor& tensor) {
-  return is_torchs(object) && !requires_grad(object) && is_plain(object) && says(object, tensor);
+  if (!is_torchs(object)) return false;
+  const auto plain = [&] { return !requires_grad(object) && is_plain(object); };
+  return unless_it_raises(plain).value_or(false) && says(object, tensor);
 }
 
 }  // namespace

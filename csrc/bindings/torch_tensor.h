@@ -16,6 +16,18 @@ namespace streamlap::bindings {
 // everything where torch has no table of functions for C.
 bool is_torchs(py::handle object, bool parameters = false);
 
+// The answer of a function that asks tensors; none where a question raises an error, as of one that
+// has escaped from a transformation: such a tensor goes another way, to be refused there.
+template <class Ask>
+auto unless_it_raises(Ask&& ask) -> std::optional<decltype(ask())> {
+  try {
+    return ask();
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // an interrupt
+    return std::nullopt;
+  }
+}
+
 // What a tensor says of itself; false where it cannot say it. The sizes and strides are the
 // tensor's own memory: good until other code of Python's may run, as it may in each of the
 // functions below.
