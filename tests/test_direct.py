@@ -136,6 +136,18 @@ def test_what_is_to_go_another_way(start):
         _native.start_short(short, z, None)
 
 
+@pytest.mark.parametrize("how", [{}, {"pin": True}, {"timed": None}, {"out": None}])
+@pytest.mark.parametrize("many", [False, True])
+def test_each_call_tries_the_short_way_once(monkeypatch, how, many):
+    tried = []
+    real = direct._start_short
+    monkeypatch.setattr(direct, "_start_short", lambda *args: tried.append(1) or real(*args))
+    x = random_bits(10)
+    result = streamlap.to_cpu([x, x] if many else x, **how).result()
+    assert same_bits(result[0] if many else result, x)
+    assert len(tried) == 1
+
+
 @pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x.clone().requires_grad_()])
 def test_what_has_history_comes_without(start, make):
     source = make(torch.rand(7))

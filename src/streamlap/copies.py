@@ -39,7 +39,7 @@ def _as_chunk(chunk_bytes: int | None) -> int:
     return policy().chunk_bytes if chunk_bytes is None else as_count(chunk_bytes, "chunk_bytes", 1)
 
 
-@functools.partial(uncompiled, quick=usual_transfer)
+@functools.partial(uncompiled, quick=usual_transfer, otherwise=lambda tree: _to_cpu(tree))
 def to_cpu(
     tree: Tree,
     out: Tree | None = None,
@@ -98,6 +98,25 @@ def to_cpu(
         transfer = usual_transfer(tree, timed)
         if transfer is not None:
             return transfer
+    return _to_cpu(tree, out, dtype, pin, stream, protect, pool, chunk_bytes, nonfinite, usual)
+
+
+def _to_cpu(
+    tree: Tree,
+    out: Tree | None = None,
+    dtype: torch.dtype | None = None,
+    pin: bool | None = None,
+    stream: StreamLike = None,
+    protect: bool = False,
+    pool: PinnedPool | None = None,
+    chunk_bytes: int | None = None,
+    nonfinite: bool = False,
+    usual: bool = True,
+) -> Transfer:
+    """Do what :func:`to_cpu` does with all but the tensors of the short way.
+
+    ``usual``: of the arguments, only ``out``, ``dtype`` and ``pin=True`` may be given.
+    """
     watch.enter()
     dtype = as_dtype(dtype)
     leaves, spec = flatten(tree)

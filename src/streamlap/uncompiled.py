@@ -16,13 +16,18 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def uncompiled(function: F, quick: Callable[[Any], Any] | None = None) -> F:
+def uncompiled(
+    function: F,
+    quick: Callable[[Any], Any] | None = None,
+    otherwise: Callable[[Any], Any] | None = None,
+) -> F:
     """Return the function, run as it stands, with all that it calls.
 
     Dynamo takes a second to import: where nobody has, there is nothing to keep out.
 
     Args:
-        quick: what a call with one argument is tried with first; None from it means the function.
+        quick: what a call with one argument is tried with in place of the function.
+        otherwise: what such a call comes to where ``quick`` gives None.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -31,10 +36,9 @@ def uncompiled(function: F, quick: Callable[[Any], Any] | None = None) -> F:
         nonlocal disabled
         if disabled is None:
             if "torch._dynamo" not in sys.modules:
-                if quick is not None and len(args) == 1 and not kwargs:
+                if quick is not None and otherwise is not None and len(args) == 1 and not kwargs:
                     found = quick(args[0])
-                    if found is not None:
-                        return found
+                    return otherwise(args[0]) if found is None else found
                 return function(*args, **kwargs)
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             # Else this frame is compiled anew for each kind of argument, with warnings.
