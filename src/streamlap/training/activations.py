@@ -207,9 +207,8 @@ class ActivationOffload:
             if self._leaving.full():  # the link is busy: more would have to be waited for
                 return None
         try:
-            memory = Offloaded(
-                *(tensor, first, nbytes, self._died), timed=self._pace is not None or None
-            )
+            timed = None if self._pace is None else True  # the pace is made of these times
+            memory = Offloaded(tensor, first, nbytes, self._died, timed)
         except streamlap.PoolExhausted as error:
             if not self._warned:
                 self._warned = True
