@@ -11,7 +11,7 @@ from helpers.floats import bits_of, expected_bits, nonfinite_in
 from helpers.streams import finish_all, is_held, side
 
 import streamlap
-from streamlap import TreeCopy, to_cpu
+from streamlap import TreeCopy, to_cpu, tree_copy
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -322,3 +322,18 @@ def test_a_plan_in_a_capture_is_refused():
         xs[0].add_(1)  # torch warns of a graph that is empty
         with pytest.raises(streamlap.CaptureError):
             copy(xs)
+
+
+def test_scratch_memory_is_for_results_in_one_block(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tree_copy, "scratch_for", lambda *args: asked.append(args))
+    tree = [random_numbers((64,)) for _ in range(4)]  # 256 bytes each: nothing lies between them
+    copy = TreeCopy(like=tree)
+    results = copy(tree).result()
+    copy(tree, out=results).result()
+    assert len(asked) == 2
+    # What lies as planned in other memory may be several reservations.
+    whole = torch.empty(4 * 64)
+    copy(tree, out=list(whole.split(64))).result()
+    assert len(asked) == 2
+    assert same_bits(whole, torch.cat(tree))
