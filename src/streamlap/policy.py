@@ -37,7 +37,7 @@ class Policy:
         stage_threads: threads that copy between them and ordinary memory.
         populate_threads: threads that make the pages of new ordinary memory present.
         slab_threads: the same of new page-locked memory, where more of them get into each other's
-            way: 8 made a GiB half as fast as 4.
+            way: with 8, a GiB took 1.2 to 1.6 times as long as with 4.
         slab_bytes: pinned blocks below 1 MiB are cut from slabs of up to this size.
         small_leaf_bytes: leaves of a tree up to this size share a block.
         gather_leaves: so many small leaves of a tree, or more, are moved by one kernel; 0: never.
@@ -51,7 +51,7 @@ class Policy:
             themselves.
         pack_blocks: blocks of a kernel that packs.
         timed_bytes: the copy of one tensor on a GPU is timed from this size on, unless a call says
-            otherwise: for smaller ones the time stamps cost more than half a per cent.
+            otherwise: for smaller ones the time stamps cost more than a quarter of a per cent.
         tiny_item_bytes: products up to this size leave the device in groups; 0: none do.
         graph_item_bytes: a plan of items up to this size is captured as a graph unasked; 0: none
             is. Issuing an item from Python costs about as long as copying 2 MiB (30 to 40 us at 55
