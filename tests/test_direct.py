@@ -25,11 +25,10 @@ def start():
     place = host_place(0)
     stream = host_place(0).runtime.stream(0, "compute")
 
-    def call(tensor, chunk_bytes=1 << 20, pool=None):
+    def call(tensor, chunk_bytes=None, pool=None):
         short = _native.ShortWay()
         short.add(0, place.engine, (pool or pool_for(place))._pool(), place)
-        with streamlap.configure(chunk_bytes=chunk_bytes):
-            made = short.start_after(tensor, True, stream.handle)
+        made = short.start_after(tensor, True, chunk_bytes, stream.handle)
         return None if made is None else direct.TensorTransfer(made)
 
     call.stream = stream
@@ -74,12 +73,25 @@ def test_a_dropped_transfer_gives_its_block_back_when_it_is_done(start):
     assert eventually(lambda: pool.stats()["live"] == 0)
 
 
-def test_pieces_are_cut_as_asked(start):
+@pytest.mark.parametrize("how", ["policy", "call", "both"])
+def test_pieces_are_cut_as_asked(start, how):
     source = random_bits(1000)
-    transfer = start(source, chunk_bytes=400)
+    with streamlap.configure(chunk_bytes=100 if how == "both" else 400):
+        transfer = start(source, chunk_bytes=None if how == "policy" else 400)
     pieces = list(transfer.chunks())
     assert len(pieces) == 10
     assert same_bits(torch.cat([piece for _leaf, _offset, piece in pieces]), source)
+
+
+def test_who_asks_whether_it_is_done_makes_nothing(start):
+    source = random_bits(1000)
+    gate = start.stream.gate()
+    transfer = start(source)
+    assert stays_false(transfer.done)
+    assert transfer._made  # and no parts
+    gate.open()
+    assert eventually(transfer.done)
+    assert same_bits(transfer.result(), source)
 
 
 def test_a_source_written_too_early_is_noticed(start):
@@ -128,12 +140,12 @@ def test_what_is_to_go_another_way(start):
     torch.func.vmap(lambda row: escaped.append(row) or row)(torch.ones(3, 4))
     assert start(escaped[0]) is None
     short = _native.ShortWay()
-    assert short.start(z, None) is None  # of a CPU, without a stream
-    assert _native.start_short(short.handle(), z, None) is None
+    assert short.start(z, None, None) is None  # of a CPU, without a stream
+    assert _native.start_short(short.handle(), z, None, None) is None
     with pytest.raises(TypeError, match="start_short"):
-        _native.start_short(short.handle(), z)
+        _native.start_short(short.handle(), z, None)
     with pytest.raises(ValueError, match="PyCapsule"):
-        _native.start_short(short, z, None)
+        _native.start_short(short, z, None, None)
 
 
 @pytest.mark.parametrize("how", [{}, {"pin": True}, {"timed": None}, {"out": None}])
@@ -216,7 +228,7 @@ def test_a_device_may_be_added_while_a_call_waits(start):
     short.add(0, place.engine, pool._pool(), place)
 
     def call():
-        return direct.TensorTransfer(short.start_after(source, None, start.stream.handle))
+        return direct.TensorTransfer(short.start_after(source, None, None, start.stream.handle))
 
     kept = [call().result()]
     gate = start.stream.gate()

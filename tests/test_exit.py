@@ -379,7 +379,7 @@ place = host_place(0)
 streamlap.to_cpu(torch.ones(3)).result()
 short, stream = _native.ShortWay(), place.runtime.stream(0, "compute")
 short.add(0, place.engine, place.pool._pool(), place)
-mine = direct.TensorTransfer(short.start_after(torch.ones(3), None, stream.handle))
+mine = direct.TensorTransfer(short.start_after(torch.ones(3), None, None, stream.handle))
 taken, over = threading.Event(), threading.Event()
 def hold():
     with direct._making:

@@ -158,6 +158,50 @@ def test_small_gradients_travel_together(where, monkeypatch):
     assert sorted(sent) == [1, 1, 3, 3]  # the large one, the last small one, two full buckets
 
 
+def test_results_are_asked_for_once_and_in_the_order_of_sending(where, monkeypatch):
+    asked, sent = [], []
+
+    class Asked:
+        def __init__(self, transfer):
+            self.transfer = transfer
+            sent.append(self)
+
+        def __getattr__(self, name):
+            return getattr(self.transfer, name)
+
+        def result(self, timeout=None):
+            asked.append(self)
+            return self.transfer.result(timeout)
+
+    copied = streamlap.to_cpu
+    monkeypatch.setattr(streamlap, "to_cpu", lambda tree, **how: Asked(copied(tree, **how)))
+    # Backward reaches the small ones first and between the others, and they leave at its end.
+    sizes = [1000, 1, 1001, 2, 1002, 3]
+    parameters = [torch.nn.Parameter(torch.rand(size, device=where)) for size in sizes]
+    with stream_gradients(parameters, min_bytes=4000) as grads:
+        loss = torch.ones((), device=where)
+        for parameter in parameters:
+            loss = loss + parameter.sum() * 2
+        loss.backward()
+        got = grads.result()
+        assert [got[str(index)].numel() for index in range(6)] == sizes
+        assert all((grad == 2).all() for grad in grads.result().values())
+    assert [one.nbytes >= 4000 for one in sent] == [True, True, True, False]
+    assert asked == sent
+
+
+def test_gradients_travel_in_larger_pieces(where):
+    parameter = torch.nn.Parameter(torch.rand(1 << 20, device=where))
+    with (
+        streamlap.configure(chunk_bytes="512KiB"),
+        stream_gradients([parameter]) as grads,
+    ):
+        parameter.sum().backward()
+        (shipment,) = grads._flying
+        assert shipment.transfer.stats()["chunks"] == 2  # of 2 MiB
+        assert (grads.result()["0"] == 1).all()
+
+
 # -- as they arrive
 
 

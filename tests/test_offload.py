@@ -546,10 +546,10 @@ def test_what_the_block_hides_is_moved_and_no_more(monkeypatch):
     x = batch_of("cpu").requires_grad_()  # 1536 bytes
     expected = torch.autograd.grad(chain(x, 20), x)[0]
     moved = []
-    # A link of a megabyte a second, and blocks of 20, 10 and again 20 ms.
+    # A link of a megabyte a second, and blocks of 20, 10 and again 20 ms; two are only measured.
     with streamlap.use_runtime("sim", costs={"memcpy": 1e6}):
         offload = offload_activations("hide", min_bytes=1)
-        for seconds in (0.02, 0.01, 0.02, 0.02):
+        for seconds in (0.03, 0.02, 0.01, 0.02, 0.02):
             before = offload.stats()["moved_bytes"]
             with offload:
                 loss = chain(x, 20)
@@ -557,7 +557,8 @@ def test_what_the_block_hides_is_moved_and_no_more(monkeypatch):
             moved.append(offload.stats()["moved_bytes"] - before)
             assert same_bits(torch.autograd.grad(loss, x)[0], expected)
             Moment.now += 1
-    assert moved == [2 * 1536, 11 * 1536, 5 * 1536, 5 * 1536]  # 0.9 of 20 kB, then of 10 kB
+    # 0.9 of 20 kB, then of 10 kB.
+    assert moved == [1536 * count for count in (2, 2, 11, 5, 5)]
 
 
 def test_a_block_that_fails_is_not_measured(monkeypatch):
@@ -782,7 +783,7 @@ def test_the_activations_leave_the_device(where, monkeypatch):
             h = x * 2
             for _ in range(12):
                 h = h.sin()
-                made.append(MemoryRef(h))
+                made.append(MemoryRef(h.untyped_storage()))
             loss = h.sum()
             del h
             count = sum(ref.alive() for ref in made)
@@ -1027,7 +1028,7 @@ def test_the_host_is_a_bounded_number_ahead_of_what_comes_back(monkeypatch):
     expected = torch.autograd.grad(chain(x, 20), x)[0]
     log = {"started": 0, "waited": 0, "most": 0}
 
-    def to_device(tensor, device):
+    def to_device(tensor, device, **how):
         log["most"] = max(log["most"], log["started"] - log["waited"])
         return Pending(log, tensor)
 

@@ -157,7 +157,7 @@ def test_what_a_copy_needs_lives_although_nobody_holds_it(simulation, leaves):
 def short_transfer(simulation, tensor, stream):
     place, short = simulation.place(0), simulation.short
     short.add(0, place.engine, simulation.pool._pool(), place)
-    return direct.TensorTransfer(short.start_after(tensor, None, stream.handle))
+    return direct.TensorTransfer(short.start_after(tensor, None, None, stream.handle))
 
 
 def test_a_source_of_the_short_way_lives_although_nobody_holds_it(simulation):

@@ -105,14 +105,16 @@ class ShortWay {
   // torch's current stream has been given. What it gives back: the transfer, which makes its result
   // in take_result(), what Python calls the device, the tensor without history, its version, and
   // whether the call is one of inference mode. Or the index of a device that nothing was added for;
-  // or nothing: a tensor that is to go another way. `timed`: None means as the policy says.
-  py::object start(const py::object& tensor, const py::object& timed) {
-    return start_after(tensor, timed, std::nullopt);
+  // or nothing: a tensor that is to go another way. `timed` and `chunk_bytes`: None means as the
+  // policy says.
+  py::object start(const py::object& tensor, const py::object& timed,
+                   const py::object& chunk_bytes) {
+    return start_after(tensor, timed, chunk_bytes, std::nullopt);
   }
 
   // The same after what `stream` has been given, also of a runtime without device memory.
   py::object start_after(const py::object& tensor, const py::object& timed,
-                         std::optional<std::uintptr_t> stream) {
+                         const py::object& chunk_bytes, std::optional<std::uintptr_t> stream) {
     if (process::ending() || !is_torchs(tensor, true)) return py::none();
     // Nobody else has the alias: what it says stays true, whatever becomes of the caller's tensor,
     // and it keeps the memory. The version first: what is written from here on is written too
@@ -143,9 +145,11 @@ class ShortWay {
     item.bytes = *bytes;
     item.element_bytes = lies.dtype.bits / 8;
     const bool notes = timed.is_none() ? *bytes >= numbers.timed_bytes : timed.ptr() == Py_True;
+    const std::size_t chunk =
+        chunk_bytes.is_none() ? numbers.chunk_bytes : py::cast<std::size_t>(chunk_bytes);
     Started started =
         streamlap::bindings::start(served.engine, *served.pool, lies.device.index, *stream,
-                                   std::move(item), numbers.chunk_bytes, notes, alias);
+                                   std::move(item), chunk, notes, alias);
     auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
     made->give_block(std::move(started.block), lies.dtype,
                      std::vector<std::int64_t>(lies.shape, lies.shape + lies.ndim));
@@ -163,11 +167,12 @@ class ShortWay {
 
 constexpr char way_name[] = "streamlap.ShortWay";
 
-// ShortWay::start without the look-up of a method and of arguments: of the way's handle, the tensor
-// and `timed`. False where it throws: it can be asked again as a method, which raises that.
+// ShortWay::start without the look-up of a method and of arguments: of the way's handle, the tensor,
+// `timed` and `chunk_bytes`. False where it throws: it can be asked again as a method, which raises
+// that.
 PyObject* start_short(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "start_short() takes a handle, a tensor and a flag");
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "start_short() takes a handle, a tensor, a flag and a number");
     return nullptr;
   }
   auto* way = static_cast<ShortWay*>(PyCapsule_GetPointer(arguments[0], way_name));
@@ -175,7 +180,8 @@ PyObject* start_short(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   try {
     return way
         ->start(py::reinterpret_borrow<py::object>(arguments[1]),
-                py::reinterpret_borrow<py::object>(arguments[2]))
+                py::reinterpret_borrow<py::object>(arguments[2]),
+                py::reinterpret_borrow<py::object>(arguments[3]))
         .release()
         .ptr();
   } catch (...) {

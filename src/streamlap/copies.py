@@ -91,13 +91,16 @@ def to_cpu(
     that of the current stream, which may still read it. Never waits for a device. Thread-safe.
     """
     usual = stream is None and pool is None and protect is False and nonfinite is False
-    usual = usual and (pin is None or pin is True) and chunk_bytes is None
+    usual = usual and (pin is None or pin is True)
     if timed is not None:
         as_flag(timed, "timed")
+    if chunk_bytes is not None:
+        chunk_bytes = as_count(chunk_bytes, "chunk_bytes", 1)
     if usual and out is None and dtype is None:
-        transfer = usual_transfer(tree, timed)
+        transfer = usual_transfer(tree, timed, chunk_bytes)
         if transfer is not None:
             return transfer
+    usual = usual and chunk_bytes is None
     return _to_cpu(tree, out, dtype, pin, stream, protect, pool, chunk_bytes, nonfinite, usual)
 
 

@@ -118,6 +118,13 @@ class TensorTransfer(Transfer):
                 self._make_parts()
         return self.__dict__[name]
 
+    def done(self) -> bool:
+        """Return whether the copy is done; see :meth:`Transfer.done`."""
+        made = self.__dict__.get("_made")
+        if made is not None and _flies(made[0]):  # looked at again and again: make nothing for it
+            return False
+        return super().done()
+
     @uncompiled
     def _make_parts(self) -> None:
         native, place, source, version, inference = self._made
@@ -143,11 +150,22 @@ class TensorTransfer(Transfer):
 _making = threading.RLock()
 
 
+@uncompiled
+def _flies(native: _native.Transfer) -> bool:
+    """Return whether a copy is still on its way, for all that can be told."""
+    try:
+        return not native.done()
+    except Exception:  # told by who makes the parts
+        return False
+
+
 def _path(place: Place) -> str:
     return "direct" if place.is_cuda else "host"
 
 
-def usual_transfer(tensor: Any, timed: bool | None = None) -> Transfer | None:
+def usual_transfer(
+    tensor: Any, timed: bool | None = None, chunk_bytes: int | None = None
+) -> Transfer | None:
     """Return the transfer of what ``to_cpu`` is mostly given: one tensor on a GPU, dense bytes.
 
     None sends it the general way: so does whatever would be refused there.
@@ -155,12 +173,12 @@ def usual_transfer(tensor: Any, timed: bool | None = None) -> Transfer | None:
     if observe.recorder is not None or observe.ranges:
         return None
     serving = current.get()
-    made = _start_short(serving.short_handle, tensor, timed)
+    made = _start_short(serving.short_handle, tensor, timed, chunk_bytes)
     if made is None:
         return None
     if type(made) is not tuple:
         try:
-            made = _start_again(made, serving, tensor, timed)
+            made = _start_again(made, serving, tensor, timed, chunk_bytes)
         except PoolExhausted:  # the general way asks for the limit anew, or takes other memory
             made = None
         if made is None:
@@ -175,11 +193,15 @@ _start_short = _native.start_short
 
 
 def _start_again(
-    made: int | bool, serving: Serving, tensor: torch.Tensor, timed: bool | None
+    made: int | bool,
+    serving: Serving,
+    tensor: torch.Tensor,
+    timed: bool | None,
+    chunk_bytes: int | None,
 ) -> Any:
     """Start it on a device that is new to the short way, or raise what kept it from starting."""
     if made is not False:
         watch.enter()
         place = serving.place(made, cuda=True)
         serving.short.add(made, place.engine, place.pool._pool(), place)
-    return serving.short.start(tensor, timed)
+    return serving.short.start(tensor, timed, chunk_bytes)

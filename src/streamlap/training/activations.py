@@ -24,7 +24,7 @@ import torch
 import streamlap
 from streamlap.checks import as_callable
 from streamlap.sizes import parse_size
-from streamlap.training.memory import MemoryRef
+from streamlap.training.memory import identity_of
 from streamlap.training.offloaded import Offloaded, Window, root_of
 from streamlap.training.pace import Pace, mark
 from streamlap.training.versions import SavedVersion, counter_of
@@ -76,8 +76,8 @@ def offload_activations(
         budget: bytes of page-locked memory in use at one time; what is saved beyond it stays on the
             device. An int, a string like ``"8GiB"``, or None: as much as the process's pool has.
             ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
-            taken so far; the object must be used again for each step, and the first step moves
-            64 MiB to measure the link. Backward takes longer, so the way back is hidden, too.
+            taken so far; the object must be used again for each step, and the first two steps move
+            64 MiB to measure both. Backward takes longer, so the way back is hidden, too.
             Nothing is waited for in forward: while more than a few tensors are leaving, others
             stay.
         min_bytes: smaller tensors stay.
@@ -165,9 +165,7 @@ class ActivationOffload:
 
     @uncompiled
     def _pack(self, tensor: torch.Tensor) -> _Stayed | _Moved:
-        span = None
-        if _is_plain(tensor) and tensor.nbytes >= self._min_bytes:  # others may have no size
-            span = _movable_range(tensor)
+        span = _movable_range(tensor, self._min_bytes)
         if span is not None and not (self._keep is not None and self._keep(tensor)):
             with self._lock:
                 moved = self._moved(tensor, *span)
@@ -178,13 +176,15 @@ class ActivationOffload:
         stays = tensor.detach()  # the tensor itself would hold its own graph
         return _Stayed(stays, SavedVersion(tensor, stays))
 
-    def _moved(self, tensor: torch.Tensor, first: int, nbytes: int) -> _Moved | None:
-        key = (MemoryRef(tensor).identity, first, nbytes, tensor._version)
+    def _moved(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
+    ) -> _Moved | None:
+        key = (identity_of(storage), first, nbytes, tensor._version)
         memory = self._known.get(key)
         if memory is not None and memory.root() is root_of(tensor):
             self._count["shared"] += 1
         else:
-            memory = self._send(tensor, first, nbytes)
+            memory = self._send(tensor, storage, first, nbytes)
             if memory is None:
                 return None
             self._known[key] = memory
@@ -192,12 +192,13 @@ class ActivationOffload:
         position, self._saved = self._saved, self._saved + 1
         self._all[position] = memory
         offset = int(tensor.storage_offset()) - first // tensor.itemsize
-        version = SavedVersion(tensor, counter_of(tensor))
-        return _Moved(
-            *(memory, position, tensor.dtype, tensor.shape, tensor.stride(), offset, version)
-        )
+        dtype, shape = tensor.dtype, tensor.shape
+        version = SavedVersion(tensor, counter_of(tensor), (dtype, shape, tensor.device))
+        return _Moved(memory, position, dtype, shape, tensor.stride(), offset, version)
 
-    def _send(self, tensor: torch.Tensor, first: int, nbytes: int) -> Offloaded | None:
+    def _send(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
+    ) -> Offloaded | None:
         self._count_dead()
         self._arriving.clear()  # of a backward that failed
         if self._budget is not None and self._held + nbytes > self._budget:
@@ -208,7 +209,7 @@ class ActivationOffload:
                 return None
         try:
             timed = None if self._pace is None else True  # the pace is made of these times
-            memory = Offloaded(tensor, first, nbytes, self._died, timed)
+            memory = Offloaded(tensor, storage, first, nbytes, self._died, timed)
         except streamlap.PoolExhausted as error:
             if not self._warned:
                 self._warned = True
@@ -239,7 +240,7 @@ class ActivationOffload:
             self._leaving.pop()
 
     def _note_pace(self, memory: Offloaded) -> None:
-        if self._pace is not None and memory.left():
+        if self._pace is not None:
             self._pace.copied(memory.nbytes, memory.seconds())
 
     def _count_dead(self) -> None:
@@ -258,7 +259,8 @@ class ActivationOffload:
             self._expect_the_end()
             if memory.source is not None:
                 flat = memory.source
-                self._note_pace(memory)
+                if self._pace is not None and memory.left():
+                    self._note_pace(memory)
                 self._fetch_ahead(packed.position)
             else:
                 back = memory.way_back() or self._fetch(memory)
@@ -326,31 +328,31 @@ class ActivationOffload:
         return back
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether it is no subclass, and dense."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-    )
+def _movable_range(
+    tensor: torch.Tensor, min_bytes: int
+) -> tuple[torch.UntypedStorage, int, int] | None:
+    """Return a tensor's storage, the first byte there and the bytes to move; None: it stays.
 
-
-def _movable_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the first byte in its storage and the bytes to move for a tensor; None: it stays."""
-    if tensor.is_conj() or tensor.is_neg():
+    This is asked of every tensor that is saved, so what lets most of them stay is asked first.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return None  # some of these have no size
+    nbytes = tensor.nbytes
+    if nbytes < min_bytes or root_of(tensor).is_leaf:
         return None
-    if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
-    root = root_of(tensor)
-    if root.grad_fn is None or root.is_leaf or torch._C._current_graph_task_id() != -1:
+    if tensor.device.type not in ("cpu", "cuda") or torch._C._current_graph_task_id() != -1:
         return None
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes()
+    if nbytes == whole:
+        return storage, 0, whole
     dense = tensor.is_contiguous()
     if not dense:
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         dense = tensor.permute(order).is_contiguous()
     if dense:
-        return int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
+        return storage, int(tensor.storage_offset()) * tensor.itemsize, nbytes
     # With gaps, as the thirds of a common product have: all of the memory, once for all of them.
-    whole = tensor.untyped_storage().nbytes()
-    return (0, whole) if tensor.nbytes <= whole <= 4 * tensor.nbytes else None
+    return (storage, 0, whole) if nbytes <= whole <= 4 * nbytes else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,32 @@ Pick = Callable[[Any], torch.Tensor]
 """Takes one gradient out of a transfer's result."""
 
 
+class Shipment:
+    """A transfer that brings one gradient or several, which ask for its result once.
+
+    Attributes:
+        order: how many were sent before it.
+        transfer: what brings them.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, transfer: streamlap.Transfer) -> None:
+        self.order = next(self._numbers)
+        self.transfer = transfer
+        self._come: tuple[Any] | None = None
+
+    def done(self) -> bool:
+        """Return whether :meth:`result` would not wait."""
+        return self._come is not None or self.transfer.done()
+
+    def result(self, timeout: float | None) -> Any:
+        """Return the transfer's result; blocks and raises as that does."""
+        if self._come is None:
+            self._come = (self.transfer.result(timeout),)  # site: arrival.result
+        return self._come[0]
+
+
 class Arrival:
     """One gradient on its way.
 
@@ -28,11 +56,11 @@ class Arrival:
     def __init__(self, name: str, turn: int) -> None:
         self.name = name
         self.turn = turn
-        self._sent: Future[tuple[streamlap.Transfer, Pick]] = Future()
+        self._sent: Future[tuple[Shipment, Pick]] = Future()
 
-    def sent(self, transfer: streamlap.Transfer, pick: Pick) -> None:
+    def sent(self, shipment: Shipment, pick: Pick) -> None:
         """Say how it travels."""
-        self._sent.set_result((transfer, pick))
+        self._sent.set_result((shipment, pick))
 
     def lost(self, error: BaseException) -> None:
         """Say that it will not travel, if it does not yet."""
@@ -43,6 +71,12 @@ class Arrival:
         """Return whether it is on its way, or lost; a small one waits for others first."""
         return self._sent.done()
 
+    def order(self) -> float:
+        """Return when it was sent, among the others; infinite: not yet."""
+        if not self._sent.done() or self._sent.exception() is not None:
+            return math.inf
+        return self._sent.result()[0].order
+
     def done(self) -> bool:
         """Return whether :meth:`tensor` would not wait."""
         return self._sent.done() and (
@@ -52,8 +86,9 @@ class Arrival:
     def tensor(self, deadline: float | None = None) -> torch.Tensor:
         """Block until it is on the host; ``deadline`` is one of ``time.monotonic()``."""
         pick: Pick
-        transfer, pick = within(self._sent, deadline)
-        return pick(transfer.result(left_until(deadline)))  # site: arrival.result
+        shipment: Shipment
+        shipment, pick = within(self._sent, deadline)
+        return pick(shipment.result(left_until(deadline)))
 
 
 def left_until(deadline: float | None) -> float | None:

@@ -87,7 +87,7 @@ class DDPGradients(Gradients):
             try:
                 value: Any = done.value()
                 flat: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
-                transfer = self._to_cpu(
+                shipment = self._to_cpu(
                     flat,
                     # Whoever waits for the bucket may write to it: the optimizer, the next pass.
                     protect=True,  # site: ddp.protect
@@ -96,7 +96,7 @@ class DDPGradients(Gradients):
                 _lose(arrivals, error)
                 raise
             for arrival, pick in zip(arrivals, picks, strict=True):
-                arrival.sent(transfer, pick)
+                arrival.sent(shipment, pick)
             self._wake()
             return flat
 

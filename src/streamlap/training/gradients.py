@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree
 
 import streamlap
-from streamlap.training.arrival import Arrival, within
+from streamlap.training.arrival import Arrival, Shipment, within
 from streamlap.training.parameters import checked_parameters
 from streamlap.training.step import Gradients
 from streamlap.uncompiled import uncompiled
@@ -104,7 +104,7 @@ class _Task:
     """What one of the engine's tasks has made."""
 
     buckets: dict[tuple[torch.device, int], _Bucket] = field(default_factory=dict)
-    transfers: list[streamlap.Transfer] = field(default_factory=list)
+    shipments: list[Shipment] = field(default_factory=list)
 
 
 class _Hook:
@@ -162,7 +162,7 @@ class GradientStream(Gradients):
         self._min_bytes = min_bytes
         self._bucket_bytes = bucket_bytes
         self._handles: list[Any] = []
-        self._flying: deque[streamlap.Transfer] = deque()
+        self._flying: deque[Shipment] = deque()
         self._adder: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> GradientStream:
@@ -230,7 +230,7 @@ class GradientStream(Gradients):
                 self._flying.popleft()
         alone = len(grads) == 1  # which to_cpu looks at in a fifth of the time
         try:
-            transfer = self._to_cpu(
+            shipment = self._to_cpu(
                 grads[0] if alone else grads,
                 protect=followed and not self._free,  # site: gradients.followed
             )
@@ -238,10 +238,10 @@ class GradientStream(Gradients):
             for arrival in arrivals:
                 arrival.lost(error)
             raise
-        self._flying.append(transfer)
-        task.transfers.append(transfer)
+        self._flying.append(shipment)
+        task.shipments.append(shipment)
         for index, arrival in enumerate(arrivals):
-            arrival.sent(transfer, _itself if alone else operator.itemgetter(index))
+            arrival.sent(shipment, _itself if alone else operator.itemgetter(index))
         self._wake()
 
     def _finish(self, kept: _Task) -> None:
@@ -250,8 +250,8 @@ class GradientStream(Gradients):
             self._send(kept, bucket.arrivals, bucket.grads)
         kept.buckets.clear()
         if not self._free:
-            for transfer in kept.transfers:
-                transfer.wait_source()  # site: gradients.protect
+            for shipment in kept.shipments:
+                shipment.transfer.wait_source()  # site: gradients.protect
 
     def _drop(self, kept: _Task | None, error: Exception) -> None:
         for bucket in kept.buckets.values() if kept else ():
@@ -275,6 +275,9 @@ class _Sum(Arrival):
 
     def travels(self) -> bool:
         return self._latest.travels()
+
+    def order(self) -> float:
+        return self._latest.order()
 
     def done(self) -> bool:
         return self._total.done()

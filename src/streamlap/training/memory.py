@@ -7,18 +7,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class MemoryRef:
-    """A weak reference to the memory of a tensor and all its views.
+    """A weak reference to a storage: to the memory of a tensor and all its views.
 
-    Attributes:
-        identity: a number that no other storage has as long as this reference exists.
+    As long as it exists, no other storage has that one's :func:`identity_of`.
     """
 
-    __slots__ = ("_ref", "identity")
+    __slots__ = ("_ref",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.identity = int(self._ref.cdata)
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def alive(self) -> bool:
         """Return whether any tensor holds the memory."""
         return not self._ref.expired()  # type: ignore[no-untyped-call]
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has, nor one that is weakly referred to."""
+    return int(storage._cdata)

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 import streamlap
+from streamlap.policy import policy
 from streamlap.training.memory import MemoryRef
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ class Offloaded:
     def __init__(
         self,
         tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
         first: int,
         nbytes: int,
         died: deque[int],
@@ -80,7 +82,7 @@ class Offloaded:
         self.users = 0
         self.spent: int | None = None
         self.source: torch.Tensor | None = None
-        self._memory = MemoryRef(tensor)  # so that no other storage gets its identity
+        self._memory = MemoryRef(storage)  # so that no other storage gets its identity
         self._device = tensor.device
         self._taken = 0
         self._died: deque[int] | None = None
@@ -89,8 +91,8 @@ class Offloaded:
         # Backward may run in a thread of autograd's, which has no context of the caller's.
         self._context = contextvars.copy_context()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        flat.set_(tensor.untyped_storage(), first, (nbytes,), (1,))
-        self._out = streamlap.to_cpu(flat, timed=timed)
+        flat.set_(storage, first, (nbytes,), (1,))
+        self._out = streamlap.to_cpu(flat, timed=timed, chunk_bytes=policy().bulk_chunk_bytes)
         self.source = flat
         self._died = died
 
@@ -119,7 +121,7 @@ class Offloaded:
         """Start the way back, for the current stream."""
         host = self._out.result()  # site: activations.read_host
         self._stream = _current(self._device)
-        self._back = self._context.run(streamlap.to_device, host, self._device)
+        self._back = self._context.run(_to_device, host, self._device)
         return self._back
 
     def way_back(self) -> streamlap.Transfer | None:
@@ -147,9 +149,14 @@ class Offloaded:
         self._taken = 0
 
 
+def _to_device(host: torch.Tensor, device: torch.device) -> streamlap.Transfer:
+    return streamlap.to_device(host, device, chunk_bytes=policy().bulk_chunk_bytes)
+
+
 def root_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a view is a view of, or the tensor itself."""
-    return tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _current(device: torch.device) -> int | None:

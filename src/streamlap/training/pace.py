@@ -10,6 +10,10 @@ import torch
 PROBE = 64 << 20
 """Bytes that are moved before anything is known: enough to measure the link, soon done."""
 
+PROBES = 2
+"""Blocks that are measured before more is moved: the first of a process is no measure, it may
+take a multiple of the others."""
+
 SHARE = 0.9
 """Of the time that was measured: the rest is for what differs from step to step."""
 
@@ -67,6 +71,7 @@ class Pace:
     def __init__(self) -> None:
         self._blocks: list[tuple[Mark, Mark]] = []
         self._shortest: float | None = None
+        self._measured = 0
         self._bytes = 0
         self._seconds = 0.0
 
@@ -84,8 +89,9 @@ class Pace:
         """Return the bytes that can go while such a block runs."""
         while self._blocks and self._blocks[0][1].passed():
             begin, end = self._blocks.pop(0)
+            self._measured += 1
             seconds = begin.until(end)
             self._shortest = seconds if self._shortest is None else min(self._shortest, seconds)
-        if self._shortest is None or not self._seconds:
+        if self._shortest is None or self._measured < PROBES or not self._seconds:
             return PROBE
         return int(SHARE * self._shortest * self._bytes / self._seconds)

@@ -181,7 +181,7 @@ class Prefetcher:
 
     def _note(self, batch: Any, nbytes: int) -> None:
         refs = [
-            (MemoryRef(leaf), leaf.nbytes)
+            (MemoryRef(leaf.untyped_storage()), leaf.nbytes)
             for leaf in _pytree.tree_leaves(batch)
             if isinstance(leaf, torch.Tensor) and leaf.numel()
         ]

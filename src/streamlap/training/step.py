@@ -13,7 +13,8 @@ import torch
 
 import streamlap
 from streamlap.checks import as_dtype
-from streamlap.training.arrival import Arrival, deadline_after, left_until
+from streamlap.policy import policy
+from streamlap.training.arrival import Arrival, Shipment, deadline_after, left_until
 from streamlap.training.passes import End, current_task, require_outside
 from streamlap.uncompiled import uncompiled
 
@@ -93,8 +94,10 @@ class Gradients:
                 )
             step.closed = True
             latest = dict(step.latest)
-        # In the order of sending: what has come is looked at while the last are on their way.
-        come = {name: arrival.tensor(deadline) for name, arrival in latest.items()}
+        # In the order of sending, which small gradients wait for: what has come is looked at while
+        # the last are on their way.
+        sent = sorted(latest.values(), key=Arrival.order)
+        come = {arrival.name: arrival.tensor(deadline) for arrival in sent}
         return {name: come[name] for name in self._names if name in come}
 
     def completed(
@@ -224,8 +227,14 @@ class Gradients:
         with self._changed:
             self._changed.notify_all()
 
-    def _to_cpu(self, tree: Any, protect: bool) -> streamlap.Transfer:
-        return self._context.copy().run(streamlap.to_cpu, tree, dtype=self._dtype, protect=protect)
+    def _to_cpu(self, tree: Any, protect: bool) -> Shipment:
+        return Shipment(self._context.copy().run(self._start, tree, protect))
+
+    def _start(self, tree: Any, protect: bool) -> streamlap.Transfer:
+        dtype = self._dtype
+        if protect or dtype is not None or not isinstance(tree, torch.Tensor):
+            return streamlap.to_cpu(tree, dtype=dtype, protect=protect)
+        return streamlap.to_cpu(tree, chunk_bytes=policy().bulk_chunk_bytes)
 
     def _begin(self) -> Any:
         """Return what is kept while the engine's task runs."""

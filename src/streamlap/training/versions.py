@@ -23,19 +23,23 @@ class SavedVersion:
 
     Args:
         tensor: that was saved.
-        alias: a detached tensor that shares its counter: :func:`counter_of`, which holds no memory,
-            or another one that is held anyway.
+        alias: a detached tensor that shares its counter: ``tensor.detach()``, or
+            :func:`counter_of`, which holds no memory.
+        looks: of the latter, the dtype, shape and device that the tensor had.
     """
 
     # The words are put together only where they are said: this is made for each saved tensor.
-    __slots__ = ("_made_by", "_probe", "_shape", "_type", "_version")
+    __slots__ = ("_looks", "_made_by", "_probe", "_version")
 
-    def __init__(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        alias: torch.Tensor,
+        looks: tuple[torch.dtype, torch.Size, torch.device] | None = None,
+    ) -> None:
         self._probe = alias
         self._version = tensor._version
-        self._shape = None if tensor.is_nested else tensor.shape
-        named = tensor.layout in (torch.strided, torch.sparse_coo)  # torch has no name for others
-        self._type = tensor.type() if named else tensor.dtype
+        self._looks = looks
         made_by = tensor.grad_fn  # itself it would keep the graph
         self._made_by = None if made_by is None else (tensor.output_nr, made_by.name())
 
@@ -50,12 +54,22 @@ class SavedVersion:
             )
 
     def _what(self) -> str:
-        shape = "nested" if self._shape is None else list(self._shape)
-        what = f"[{self._type} {shape}]"
+        what = f"[{self._type_and_shape()}]"
         if self._made_by is None:
             return what
         number, name = self._made_by
         return f"{what}, which is output {number} of {name},"
+
+    def _type_and_shape(self) -> str:
+        if self._looks is not None:
+            dtype, shape, device = self._looks
+            return f"{torch.empty(0, dtype=dtype, device=device).type()} {list(shape)}"
+        alias = self._probe
+        named = alias.layout in (torch.strided, torch.sparse_coo)  # torch has no name for others
+        return (
+            f"{alias.type() if named else alias.dtype} "
+            f"{'nested' if alias.is_nested else list(alias.shape)}"
+        )
 
     @staticmethod
     def _hint() -> str:
