@@ -14,6 +14,7 @@ import streamlap
 from streamlap import _native, direct, watch
 from streamlap.devices import host_place
 from streamlap.pinned import PinnedPool, pool_for
+from streamlap.training.memory import MemoryRef
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -89,9 +90,39 @@ def test_who_asks_whether_it_is_done_makes_nothing(start):
     transfer = start(source)
     assert stays_false(transfer.done)
     assert transfer._made  # and no parts
+    expected, memory = source.clone(), MemoryRef(source.untyped_storage())
+    del source
+    gc.collect()
+    assert memory.alive()
     gate.open()
     assert eventually(transfer.done)
-    assert same_bits(transfer.result(), source)
+    assert transfer._made
+    assert not memory.alive()
+    assert 0 <= transfer.elapsed() < 10
+    assert transfer._made
+    assert same_bits(transfer.result(), expected)
+    assert transfer.done()
+    assert 0 <= transfer.elapsed() < 10
+    held = start.stream.gate()
+    transfer = start(expected)
+    with pytest.raises(streamlap.InvalidArgument, match="not done"):
+        transfer.elapsed()
+    held.open()
+
+
+def test_a_source_written_before_somebody_asked_is_noticed_by_who_asks(start):
+    source = random_bits(1000)
+    gate = start.stream.gate()
+    transfer = start(source)
+    source.zero_()
+    gate.open()
+    assert eventually(transfer.done)
+    with pytest.raises(streamlap.SourceModified):
+        transfer.result()
+    transfer = start(source)
+    assert eventually(transfer.done)
+    source.add_(1)  # it is no longer borrowed
+    assert not transfer.result().any()
 
 
 def test_a_source_written_too_early_is_noticed(start):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import queue
 import re
 import threading
@@ -893,7 +894,6 @@ def test_the_host_waits_where_too_much_is_leaving(where, monkeypatch):
 
 
 def test_what_is_to_be_hidden_is_not_waited_for(where, monkeypatch):
-    """While the link is busy activations stay."""
     narrow(monkeypatch)
     x = batch_of(where).requires_grad_()
     expected = torch.autograd.grad(chain(x), x)[0]
@@ -903,12 +903,55 @@ def test_what_is_to_be_hidden_is_not_waited_for(where, monkeypatch):
     copies = CopySide(where)
     finish_all(where)
     gate = copies.hold()
-    before = offload.stats()["moved"]
+    before = offload.stats()
     with offload:
         loss = chain(x)
-    assert offload.stats()["moved"] - before == 2
+    assert offload.stats()["moved"] - before["moved"] > 4
+    found = torch.autograd.grad(loss, x)[0]  # of what has not left
     gate.open()
-    assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+    assert same_bits(found, expected)
+    assert offload.stats()["fetched"] == before["fetched"]
+
+
+def test_what_is_to_be_hidden_is_chosen_evenly_and_alike(monkeypatch):
+    monkeypatch.setattr(activations, "mark", Moment)
+    monkeypatch.setattr(pace, "PROBE", 2000)
+    x = batch_of("cpu").requires_grad_()  # 1536 bytes
+    places = []
+    with streamlap.use_runtime("sim", costs={"memcpy": 1e6}):
+        moved = []  # before each tensor that is offered
+        offload = offload_activations(
+            "hide", min_bytes=1, keep=lambda _tensor: moved.append(offload.stats()["moved"])
+        )
+        for seconds in (0.02, 0.01, 0.0102, 0.0098, 0.01):  # 9 kB, and a little more or less
+            moved.clear()
+            with offload:
+                loss = chain(x, 20)
+                Moment.now += seconds
+            loss.backward()
+            Moment.now += 1
+            moved.append(offload.stats()["moved"])
+            places.append([i for i, (a, b) in enumerate(itertools.pairwise(moved)) if a < b])
+    assert places[2] == places[3] == places[4]
+    gaps = [b - a for a, b in itertools.pairwise(places[2])]
+    assert len(gaps) == 4
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_what_stays_for_one_operation_stays_for_all(where):
+    x = batch_of(where).requires_grad_()
+    offload = offload_activations(2 * x.nbytes, min_bytes=1)
+    with offload:
+        held = [(x * 2).sin().sum() for _ in range(2)]  # the budget is used up
+        h = x * 3
+        first = h.sin().sum()
+        del held
+        gc.collect()
+        assert offload.stats()["held_bytes"] == 0
+        second = h.cos().sum()
+        third = (x * 4).sin().sum()
+    assert offload.stats()["moved"] == 3
+    (first + second + third).backward()
 
 
 def test_what_a_backward_has_used_is_not_fetched_again(where, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from streamlap import _native, observe, watch
-from streamlap.arrays import Source
+from streamlap.arrays import Source, version_of
 from streamlap.batch import Copied, Part
 from streamlap.devices import Place
 from streamlap.errors import PoolExhausted
@@ -104,9 +104,10 @@ class TensorTransfer(Transfer):
     _dst: torch.Tensor | None = None
 
     def __init__(
-        self, made: tuple[_native.Transfer, Place, torch.Tensor, int | None, bool]
+        self,
+        made: tuple[_native.Transfer, Place, torch.Tensor | torch.dtype, int | None, bool],
     ) -> None:
-        """``made``: what the native short way has given."""
+        """``made``: what the native short way has given; once it is done, a dtype for a source."""
         self._made = made
 
     def __getattr__(self, name: str) -> Any:
@@ -120,10 +121,37 @@ class TensorTransfer(Transfer):
 
     def done(self) -> bool:
         """Return whether the copy is done; see :meth:`Transfer.done`."""
+        known = self._done()
+        return super().done() if known is None else known
+
+    def elapsed(self) -> float:
+        """Return the seconds that the copy took; see :meth:`Transfer.elapsed`."""
         made = self.__dict__.get("_made")
-        if made is not None and _flies(made[0]):  # looked at again and again: make nothing for it
-            return False
-        return super().done()
+        if made is None or not self._done():
+            return super().elapsed()
+        native: _native.Transfer = made[0]
+        return native.elapsed_from(native)
+
+    @uncompiled
+    def _done(self) -> bool | None:
+        """Return whether it is done, without making its parts; None: they have to say."""
+        made = self.__dict__.get("_made")
+        if made is None:
+            return None
+        native, place, source, version, inference = made
+        try:
+            if not native.done():
+                return False
+        except Exception:
+            return None
+        if isinstance(source, torch.Tensor):
+            if version is not None and version_of(source) != version:
+                return None
+            with _making:
+                if self.__dict__.get("_made") is made:
+                    self._made = (native, place, source.dtype, None, inference)
+            native.release_all()  # site: direct.release_all
+        return True
 
     @uncompiled
     def _make_parts(self) -> None:
@@ -132,15 +160,18 @@ class TensorTransfer(Transfer):
             # As the call would have made it, whoever asks.
             with torch.inference_mode(inference):
                 dst = native.take_result()
-                if dst.dtype is not source.dtype:  # there are several of one byte
-                    dst = dst.view(source.dtype)
+                dtype = source if isinstance(source, torch.dtype) else source.dtype
+                if dst.dtype is not dtype:  # there are several of one byte
+                    dst = dst.view(dtype)
             self._dst = dst
         part = Part(native, place, _path(place), [0], place.is_cuda, place)
         if "_parts" in self.__dict__:  # a finalizer that ran just now has asked, too
             return
         self._lock = threading.Lock()
         self._leaves = [Copied(self._dst, False, None, part)]
-        self._borrowed = [Source(source, False, version)]
+        self._borrowed = []
+        if isinstance(source, torch.Tensor):
+            self._borrowed.append(Source(source, False, version))
         self._nbytes = self._dst.nbytes
         self._parts = [part]
         del self._made, self._dst  # what is borrowed is let go of with the rest
@@ -148,15 +179,6 @@ class TensorTransfer(Transfer):
 
 # Re-entrant: a collection of garbage inside may run anything.
 _making = threading.RLock()
-
-
-@uncompiled
-def _flies(native: _native.Transfer) -> bool:
-    """Return whether a copy is still on its way, for all that can be told."""
-    try:
-        return not native.done()
-    except Exception:  # told by who makes the parts
-        return False
 
 
 def _path(place: Place) -> str:

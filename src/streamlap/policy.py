@@ -30,8 +30,8 @@ class Policy:
     """The numbers in force: what :func:`policy` gives. Sizes are in bytes.
 
     Attributes:
-        chunk_bytes: no single copy of ``to_cpu`` or ``to_device`` is longer than this, and none that
-            the helpers of training loops start is longer than four times as much.
+        chunk_bytes: no single copy of ``to_cpu`` or ``to_device`` is longer than this; those that
+            helpers of training loops start, than four times as much.
         depth: items of a pipeline in flight.
         stage_slots: slots of the ring that ordinary memory is copied through, one each way.
         stage_slot_bytes: the size of one.

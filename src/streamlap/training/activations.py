@@ -26,8 +26,8 @@ from streamlap.checks import as_callable
 from streamlap.sizes import parse_size
 from streamlap.training.memory import identity_of
 from streamlap.training.offloaded import Offloaded, Window, root_of
-from streamlap.training.pace import Pace, mark
-from streamlap.training.versions import SavedVersion, counter_of
+from streamlap.training.pace import Pace, Spread, mark
+from streamlap.training.versions import Saved, check_version, counter_of, saved_version
 from streamlap.uncompiled import uncompiled
 
 _LARGEST_GAP = 16
@@ -41,12 +41,6 @@ _SAVED_AT_ONCE = 8
 
 
 @dataclass(eq=False, slots=True)
-class _Stayed:
-    tensor: torch.Tensor
-    version: SavedVersion
-
-
-@dataclass(eq=False, slots=True)
 class _Moved:
     memory: Offloaded
     position: int
@@ -54,7 +48,7 @@ class _Moved:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    version: SavedVersion
+    version: Saved
 
 
 def offload_activations(
@@ -78,8 +72,7 @@ def offload_activations(
             ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
             taken so far; the object must be used again for each step, and the first two steps move
             64 MiB to measure both. Backward takes longer, so the way back is hidden, too.
-            Nothing is waited for in forward: while more than a few tensors are leaving, others
-            stay.
+            Nothing is waited for in forward, and what is moved is spread evenly over the block.
         min_bytes: smaller tensors stay.
         keep: called with each tensor that would be moved; True lets it stay.
 
@@ -111,6 +104,7 @@ class ActivationOffload:
         keep: Callable[[torch.Tensor], bool] | None,
     ) -> None:
         self._pace = budget if isinstance(budget, Pace) else None
+        self._spread = Spread()
         self._budget = None if isinstance(budget, Pace) else budget
         self._min_bytes = max(1, min_bytes)
         self._keep = keep
@@ -121,7 +115,9 @@ class ActivationOffload:
         # several operations have saved is there several times.
         self._all: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
         self._saved = 0
-        self._known: weakref.WeakValueDictionary[tuple[int, ...], Offloaded]
+        # By where it lies and its version. A tensor: what stays for one operation is not moved for
+        # another, or it would be in both places.
+        self._known: weakref.WeakValueDictionary[tuple[int, ...], Offloaded | torch.Tensor]
         self._known = weakref.WeakValueDictionary()
         self._leaving: Window[weakref.ref[Offloaded]] = Window()
         self._arriving: Window[streamlap.Transfer] = Window(2)  # one is ahead, the host another
@@ -135,11 +131,13 @@ class ActivationOffload:
     @uncompiled
     def __enter__(self) -> ActivationOffload:
         begin = None if self._pace is None else mark()
-        with self._lock:
-            self._budget = self._budget if self._pace is None else self._pace.budget()
+        opened = self._blocks.__dict__.setdefault("open", [])
+        if self._pace is not None and not opened:
+            with self._lock:
+                self._spread.begin(self._pace.budget())
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()  # last: after an error nobody would take the hooks away
-        self._blocks.__dict__.setdefault("open", []).append((hooks, begin))
+        opened.append((hooks, begin))
         return self
 
     @uncompiled
@@ -164,37 +162,45 @@ class ActivationOffload:
     # -- forward
 
     @uncompiled
-    def _pack(self, tensor: torch.Tensor) -> _Stayed | _Moved:
-        span = _movable_range(tensor, self._min_bytes)
-        if span is not None and not (self._keep is not None and self._keep(tensor)):
-            with self._lock:
-                moved = self._moved(tensor, *span)
-            if moved is not None:
-                return moved
+    def _pack(self, tensor: torch.Tensor) -> Saved | _Moved:
+        # This is called for every tensor that is saved: what lets most of them stay comes first.
+        if _has_size(tensor) and tensor.nbytes >= self._min_bytes:
+            span = _movable_range(tensor)
+            if span is not None and not (self._keep is not None and self._keep(tensor)):
+                return self._offered(tensor, *span)
         with self._lock:
             self._count["stayed"] += 1
-        stays = tensor.detach()  # the tensor itself would hold its own graph
-        return _Stayed(stays, SavedVersion(tensor, stays))
+        return saved_version(tensor, tensor.detach())  # the tensor itself would hold its own graph
 
-    def _moved(
+    def _offered(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
-    ) -> _Moved | None:
+    ) -> Saved | _Moved:
         key = (identity_of(storage), first, nbytes, tensor._version)
-        memory = self._known.get(key)
-        if memory is not None and memory.root() is root_of(tensor):
-            self._count["shared"] += 1
-        else:
-            memory = self._send(tensor, storage, first, nbytes)
-            if memory is None:
-                return None
-            self._known[key] = memory
+        with self._lock:
+            known = self._known.get(key)
+            if isinstance(known, Offloaded) and known.root() is root_of(tensor):
+                self._count["shared"] += 1
+                return self._moved(tensor, known, first)
+            memory = None
+            if not isinstance(known, torch.Tensor):
+                memory = self._send(tensor, storage, first, nbytes)
+            if memory is not None:
+                self._known[key] = memory
+                return self._moved(tensor, memory, first)
+            alias = tensor.detach()
+            self._known[key] = alias
+            self._count["stayed"] += 1
+            return saved_version(tensor, alias)
+
+    def _moved(self, tensor: torch.Tensor, memory: Offloaded, first: int) -> _Moved:
         memory.users += 1
         position, self._saved = self._saved, self._saved + 1
         self._all[position] = memory
         offset = int(tensor.storage_offset()) - first // tensor.itemsize
-        dtype, shape = tensor.dtype, tensor.shape
-        version = SavedVersion(tensor, counter_of(tensor), (dtype, shape, tensor.device))
-        return _Moved(memory, position, dtype, shape, tensor.stride(), offset, version)
+        version = saved_version(tensor, counter_of(tensor))
+        return _Moved(
+            *(memory, position, tensor.dtype, tensor.shape, tensor.stride(), offset, version)
+        )
 
     def _send(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
@@ -203,10 +209,8 @@ class ActivationOffload:
         self._arriving.clear()  # of a backward that failed
         if self._budget is not None and self._held + nbytes > self._budget:
             return None
-        if self._pace is not None:
-            self._let_go()
-            if self._leaving.full():  # the link is busy: more would have to be waited for
-                return None
+        if self._pace is not None and not self._spread.takes(nbytes):
+            return None
         try:
             timed = None if self._pace is None else True  # the pace is made of these times
             memory = Offloaded(tensor, storage, first, nbytes, self._died, timed)
@@ -250,13 +254,16 @@ class ActivationOffload:
     # -- backward
 
     @uncompiled
-    def _unpack(self, packed: _Stayed | _Moved) -> torch.Tensor:
-        packed.version.check()
-        if isinstance(packed, _Stayed):
-            return packed.tensor
+    def _unpack(self, packed: Saved | _Moved) -> torch.Tensor:
+        if not isinstance(packed, _Moved):
+            check_version(packed)
+            return packed[0]
         memory = packed.memory
+        check_version(packed.version, (packed.dtype, packed.shape, memory.device))
         with self._lock:
             self._expect_the_end()
+            if self._pace is not None:
+                self._let_go()  # of what is not needed yet and has left meanwhile
             if memory.source is not None:
                 flat = memory.source
                 if self._pace is not None and memory.left():
@@ -328,23 +335,20 @@ class ActivationOffload:
         return back
 
 
-def _movable_range(
-    tensor: torch.Tensor, min_bytes: int
-) -> tuple[torch.UntypedStorage, int, int] | None:
-    """Return a tensor's storage, the first byte there and the bytes to move; None: it stays.
+def _has_size(tensor: torch.Tensor) -> bool:
+    """Return whether it is no subclass, and its memory is one block."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
-    This is asked of every tensor that is saved, so what lets most of them stay is asked first.
-    """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-        return None  # some of these have no size
-    nbytes = tensor.nbytes
-    if nbytes < min_bytes or root_of(tensor).is_leaf:
+
+def _movable_range(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
+    """Return a tensor's storage, the first byte there and the bytes to move; None: it stays."""
+    if root_of(tensor).is_leaf:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     if tensor.device.type not in ("cpu", "cuda") or torch._C._current_graph_task_id() != -1:
         return None
-    storage = tensor.untyped_storage()
+    nbytes, storage = tensor.nbytes, tensor.untyped_storage()
     whole = storage.nbytes()
     if nbytes == whole:
         return storage, 0, whole

@@ -83,12 +83,16 @@ class Arrival:
             self._sent.exception() is not None or self._sent.result()[0].done()
         )
 
-    def tensor(self, deadline: float | None = None) -> torch.Tensor:
-        """Block until it is on the host; ``deadline`` is one of ``time.monotonic()``."""
+    def landing(self, deadline: float | None) -> Callable[[], torch.Tensor]:
+        """Block until it is sent; return what blocks until it is on the host, and gives it."""
         pick: Pick
         shipment: Shipment
         shipment, pick = within(self._sent, deadline)
-        return pick(shipment.result(left_until(deadline)))
+        return lambda: pick(shipment.result(left_until(deadline)))
+
+    def tensor(self, deadline: float | None = None) -> torch.Tensor:
+        """Block until it is on the host; ``deadline`` is one of ``time.monotonic()``."""
+        return self.landing(deadline)()
 
 
 def left_until(deadline: float | None) -> float | None:

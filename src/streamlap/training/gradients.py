@@ -282,9 +282,8 @@ class _Sum(Arrival):
     def done(self) -> bool:
         return self._total.done()
 
-    def tensor(self, deadline: float | None = None) -> torch.Tensor:
-        total: torch.Tensor = within(self._total, deadline)
-        return total
+    def landing(self, deadline: float | None) -> Callable[[], torch.Tensor]:
+        return lambda: within(self._total, deadline)
 
 
 def _itself(result: torch.Tensor) -> torch.Tensor:

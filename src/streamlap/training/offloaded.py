@@ -64,6 +64,7 @@ class Offloaded:
         nbytes: of the range.
         source: the memory on the device, until the copy has gone past.
         users: how many saved tensors lie in it.
+        device: the tensor's.
         spent: the backward in which each of them was given its bytes; its node may keep it alive
             until it has asked for its others.
     """
@@ -83,7 +84,7 @@ class Offloaded:
         self.spent: int | None = None
         self.source: torch.Tensor | None = None
         self._memory = MemoryRef(storage)  # so that no other storage gets its identity
-        self._device = tensor.device
+        self.device = tensor.device
         self._taken = 0
         self._died: deque[int] | None = None
         self._back: streamlap.Transfer | None = None
@@ -120,13 +121,13 @@ class Offloaded:
     def fetch(self) -> streamlap.Transfer:
         """Start the way back, for the current stream."""
         host = self._out.result()  # site: activations.read_host
-        self._stream = _current(self._device)
-        self._back = self._context.run(_to_device, host, self._device)
+        self._stream = _current(self.device)
+        self._back = self._context.run(_to_device, host, self.device)
         return self._back
 
     def way_back(self) -> streamlap.Transfer | None:
         """Return the way back that was started for the current stream, if there is one."""
-        if self._stream != _current(self._device):
+        if self._stream != _current(self.device):
             self.drop()  # another stream's memory, which may be given to others too early
         return self._back
 

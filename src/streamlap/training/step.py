@@ -95,9 +95,10 @@ class Gradients:
             step.closed = True
             latest = dict(step.latest)
         # In the order of sending, which small gradients wait for: what has come is looked at while
-        # the last are on their way.
+        # the last are on their way, and nothing but looking is left for when they have come.
         sent = sorted(latest.values(), key=Arrival.order)
-        come = {arrival.name: arrival.tensor(deadline) for arrival in sent}
+        landings = [(arrival.name, arrival.landing(deadline)) for arrival in sent]
+        come = {name: landing() for name, landing in landings}
         return {name: come[name] for name in self._names if name in come}
 
     def completed(

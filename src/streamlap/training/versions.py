@@ -18,68 +18,57 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     return counter
 
 
-class SavedVersion:
-    """The version of a tensor when it was saved.
+Saved = tuple[torch.Tensor, int, tuple[int, str] | None]
+"""A detached tensor that shares the counter of a saved one, that one's version, and which output of
+what it was. A tuple, because one is made for each saved tensor."""
 
-    Args:
-        tensor: that was saved.
-        alias: a detached tensor that shares its counter: ``tensor.detach()``, or
-            :func:`counter_of`, which holds no memory.
-        looks: of the latter, the dtype, shape and device that the tensor had.
+Looks = tuple[torch.dtype, torch.Size, torch.device]
+
+
+def saved_version(tensor: torch.Tensor, alias: torch.Tensor) -> Saved:
+    """Return the version of a tensor that is being saved.
+
+    ``alias``: ``tensor.detach()``, or :func:`counter_of` it, which holds no memory.
     """
+    made_by = tensor.grad_fn  # itself it would keep the graph
+    named = None if made_by is None else (tensor.output_nr, made_by.name())
+    return alias, tensor._version, named
 
-    # The words are put together only where they are said: this is made for each saved tensor.
-    __slots__ = ("_looks", "_made_by", "_probe", "_version")
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        alias: torch.Tensor,
-        looks: tuple[torch.dtype, torch.Size, torch.device] | None = None,
-    ) -> None:
-        self._probe = alias
-        self._version = tensor._version
-        self._looks = looks
-        made_by = tensor.grad_fn  # itself it would keep the graph
-        self._made_by = None if made_by is None else (tensor.output_nr, made_by.name())
+def check_version(saved: Saved, looks: Looks | None = None) -> None:
+    """Raise the RuntimeError that autograd would raise if the tensor was written since.
 
-    def check(self) -> None:
-        """Raise the RuntimeError that autograd would raise if the tensor was written since."""
-        now = self._probe._version
-        if now != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self._what()} is at version {now}; expected version "
-                f"{self._version} instead. {self._hint()}"
-            )
-
-    def _what(self) -> str:
-        what = f"[{self._type_and_shape()}]"
-        if self._made_by is None:
-            return what
-        number, name = self._made_by
-        return f"{what}, which is output {number} of {name},"
-
-    def _type_and_shape(self) -> str:
-        if self._looks is not None:
-            dtype, shape, device = self._looks
-            return f"{torch.empty(0, dtype=dtype, device=device).type()} {list(shape)}"
-        alias = self._probe
-        named = alias.layout in (torch.strided, torch.sparse_coo)  # torch has no name for others
-        return (
-            f"{alias.type() if named else alias.dtype} "
-            f"{'nested' if alias.is_nested else list(alias.shape)}"
+    ``looks``: what the tensor was like, where its alias is a mere counter.
+    """
+    alias, version, made_by = saved
+    now = alias._version
+    if now != version:
+        what = f"[{_type_and_shape(alias, looks)}]"
+        if made_by is not None:
+            number, name = made_by
+            what += f", which is output {number} of {name},"
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {what} is at version {now}; expected version {version} instead. {_hint()}"
         )
 
-    @staticmethod
-    def _hint() -> str:
-        if torch.is_anomaly_enabled():
-            return (
-                "Hint: the backtrace further above shows the operation that failed to compute its "
-                "gradient. The variable in question was changed in there or anywhere later. Good "
-                "luck!"
-            )
+
+def _type_and_shape(alias: torch.Tensor, looks: Looks | None) -> str:
+    if looks is not None:
+        dtype, shape, device = looks
+        return f"{torch.empty(0, dtype=dtype, device=device).type()} {list(shape)}"
+    named = alias.layout in (torch.strided, torch.sparse_coo)  # torch has no name for others
+    shape_of = "nested" if alias.is_nested else list(alias.shape)
+    return f"{alias.type() if named else alias.dtype} {shape_of}"
+
+
+def _hint() -> str:
+    if torch.is_anomaly_enabled():
         return (
-            "Hint: enable anomaly detection to find the operation that failed to compute its "
-            "gradient, with torch.autograd.set_detect_anomaly(True)."
+            "Hint: the backtrace further above shows the operation that failed to compute its "
+            "gradient. The variable in question was changed in there or anywhere later. Good luck!"
         )
+    return (
+        "Hint: enable anomaly detection to find the operation that failed to compute its "
+        "gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
