@@ -869,11 +869,12 @@ def chain(x, length=6):
     return h.sum()
 
 
-def test_the_host_waits_where_too_much_is_leaving(where, monkeypatch):
+@pytest.mark.parametrize("budget", [None, "hide"])
+def test_the_host_waits_where_too_much_is_leaving(where, monkeypatch, budget):
     narrow(monkeypatch, 2)
     x = batch_of(where).requires_grad_()
     expected = torch.autograd.grad(chain(x), x)[0]
-    offload = offload_activations(min_bytes=1)
+    offload = offload_activations(budget, min_bytes=1)
     with offload:
         chain(x).backward()
     copies = CopySide(where)
@@ -891,26 +892,6 @@ def test_the_host_waits_where_too_much_is_leaving(where, monkeypatch):
     thread.join()
     assert errors == []
     assert same_bits(torch.autograd.grad(done[0], x)[0], expected)
-
-
-def test_what_is_to_be_hidden_is_not_waited_for(where, monkeypatch):
-    narrow(monkeypatch)
-    x = batch_of(where).requires_grad_()
-    expected = torch.autograd.grad(chain(x), x)[0]
-    offload = offload_activations("hide", min_bytes=1)
-    with offload:
-        chain(x).backward()
-    copies = CopySide(where)
-    finish_all(where)
-    gate = copies.hold()
-    before = offload.stats()
-    with offload:
-        loss = chain(x)
-    assert offload.stats()["moved"] - before["moved"] > 4
-    found = torch.autograd.grad(loss, x)[0]  # of what has not left
-    gate.open()
-    assert same_bits(found, expected)
-    assert offload.stats()["fetched"] == before["fetched"]
 
 
 def test_what_is_to_be_hidden_is_chosen_evenly_and_alike(monkeypatch):
@@ -936,6 +917,40 @@ def test_what_is_to_be_hidden_is_chosen_evenly_and_alike(monkeypatch):
     gaps = [b - a for a, b in itertools.pairwise(places[2])]
     assert len(gaps) == 4
     assert max(gaps) - min(gaps) <= 1
+
+
+def offer(spread, budget, sizes):
+    spread.begin(budget)
+    return [size for size in sizes if size >= spread.least and spread.takes(size, size)]
+
+
+def test_large_tensors_are_preferred_as_long_as_there_are_enough():
+    spread = pace.Spread(1)
+    block = [4, 50, 30, 1, 30, 30, 7, 30] * 3
+    offer(spread, 20, block)  # it is looked at
+    assert offer(spread, 100, block) == [30, 30, 30]
+    assert spread.least == 30
+    # What is larger than the budget is no reason to take less of the others.
+    assert [offer(spread, 100, [500, *block]) for _ in range(3)] == [[30, 30, 30]] * 3
+    # A quarter of the budget is the most where there are enough of those.
+    others = pace.Spread(1)
+    offer(others, 20, [50, 10, 10, 10] * 30)
+    assert offer(others, 100, [50, 10, 10, 10] * 30) == [10] * 10
+    # What nobody knows is measured with the first that comes.
+    assert offer(pace.Spread(1), 20, [64, 5, 30]) == [64]
+    # All of it is less than twice the budget: nothing is too small.
+    assert sum(offer(spread, 400, block)) > 380
+    assert spread.least == 1
+    # Other sizes: all are offered once, then the large ones again.
+    spread = pace.Spread(1)
+    offer(spread, 20, block)
+    offer(spread, 100, block)
+    smaller = [2, 25, 15] * 10
+    assert offer(spread, 100, smaller) == []
+    offer(spread, 100, smaller)
+    assert spread.least == 1
+    assert set(offer(spread, 100, smaller)) == {25}
+    assert spread.least == 25
 
 
 def test_what_stays_for_one_operation_stays_for_all(where):

@@ -71,8 +71,8 @@ def offload_activations(
             device. An int, a string like ``"8GiB"``, or None: as much as the process's pool has.
             ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
             taken so far; the object must be used again for each step, and the first two steps move
-            64 MiB to measure both. Backward takes longer, so the way back is hidden, too.
-            Nothing is waited for in forward, and what is moved is spread evenly over the block.
+            64 MiB to measure both. Backward takes longer, so the way back is hidden, too. Large
+            tensors are preferred, and what is moved is spread evenly over the block.
         min_bytes: smaller tensors stay.
         keep: called with each tensor that would be moved; True lets it stay.
 
@@ -104,9 +104,9 @@ class ActivationOffload:
         keep: Callable[[torch.Tensor], bool] | None,
     ) -> None:
         self._pace = budget if isinstance(budget, Pace) else None
-        self._spread = Spread()
         self._budget = None if isinstance(budget, Pace) else budget
-        self._min_bytes = max(1, min_bytes)
+        self._least = max(1, min_bytes)
+        self._spread = Spread(self._least)
         self._keep = keep
         # Re-entrant, because a collection of garbage inside may run anything.
         self._lock = threading.RLock()
@@ -135,6 +135,7 @@ class ActivationOffload:
         if self._pace is not None and not opened:
             with self._lock:
                 self._spread.begin(self._pace.budget())
+                self._least = self._spread.least
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()  # last: after an error nobody would take the hooks away
         opened.append((hooks, begin))
@@ -164,7 +165,7 @@ class ActivationOffload:
     @uncompiled
     def _pack(self, tensor: torch.Tensor) -> Saved | _Moved:
         # This is called for every tensor that is saved: what lets most of them stay comes first.
-        if _has_size(tensor) and tensor.nbytes >= self._min_bytes:
+        if _has_size(tensor) and tensor.nbytes >= self._least:
             span = _movable_range(tensor)
             if span is not None and not (self._keep is not None and self._keep(tensor)):
                 return self._offered(tensor, *span)
@@ -209,7 +210,7 @@ class ActivationOffload:
         self._arriving.clear()  # of a backward that failed
         if self._budget is not None and self._held + nbytes > self._budget:
             return None
-        if self._pace is not None and not self._spread.takes(nbytes):
+        if self._pace is not None and not self._spread.takes(tensor.nbytes, nbytes):
             return None
         try:
             timed = None if self._pace is None else True  # the pace is made of these times
@@ -230,12 +231,12 @@ class ActivationOffload:
         self._let_go()
         return memory
 
-    def _let_go(self) -> None:
+    def _let_go(self, wait: bool = True) -> None:
         """Let go of memory on the device whose copy is done; wait for that where there is much."""
         while len(self._leaving):
             memory = self._leaving.oldest()()
             if memory is not None:
-                if self._leaving.full() and self._pace is None:
+                if wait and self._leaving.full():
                     memory.wait_until_left()
                 elif not memory.left():
                     return
@@ -263,7 +264,7 @@ class ActivationOffload:
         with self._lock:
             self._expect_the_end()
             if self._pace is not None:
-                self._let_go()  # of what is not needed yet and has left meanwhile
+                self._let_go(wait=False)  # of what is not needed yet and has left meanwhile
             if memory.source is not None:
                 flat = memory.source
                 if self._pace is not None and memory.left():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Protocol
 
 import torch
@@ -19,6 +20,12 @@ SHARE = 0.9
 
 CHANGE = 0.05
 """Of the budget: one that follows each measurement would have other tensors moved in each step."""
+
+ENOUGH = 2
+"""Times the budget: tensors to choose from, so that those chosen are spread over the block."""
+
+PIECES = 4
+"""Tensors that the budget is made of, at least, where there are enough that are so small."""
 
 
 class Mark(Protocol):
@@ -66,33 +73,69 @@ def mark() -> Mark:
 
 
 class Spread:
-    """Chooses, of all that a block offers, what adds up to a budget: evenly over the block.
+    """Chooses, of all that a block offers, what adds up to a budget: large ones, evenly.
 
-    The link is to be busy as long as the block runs. A block that offers the same each time is
-    given the same answers, whatever the device has done so far: so the sizes of page-locked memory
-    that are needed stay the same, too. Not thread-safe.
+    Each tensor that is moved costs the host about as much as an operation or two, whatever its
+    size. And evenly, because the link is to be busy as long as the block runs. A block that offers
+    the same each time is given the same answers, whatever the device has done so far: the sizes of
+    page-locked memory that are needed stay the same, too. Not thread-safe.
+
+    Args:
+        least: of a tensor, in bytes.
+
+    Attributes:
+        least: smaller tensors need not be offered in this block.
     """
 
-    def __init__(self) -> None:
-        self._budget = 0
-        self._offered = 0
-        self._taken = 0
-        self._before = 0  # all that the block before has offered
+    def __init__(self, least: int) -> None:
+        self.least = self._floor = least
+        self._budget = self._offered = self._taken = 0
+        self._most = 0  # bytes of one that is taken
+        self._expected = 0  # will be offered of those, as far as is known
+        self._sizes: Counter[tuple[int, int]] = Counter()  # of the last block that offered all
+        self._seen: Counter[tuple[int, int]] = Counter()
 
     def begin(self, budget: int) -> None:
         """Begin with a block."""
-        self._before = self._offered or self._before
+        if self.least == self._floor:
+            self._sizes = self._seen or self._sizes
+        elif not self._expected <= 2 * self._offered <= 4 * self._expected:
+            self._sizes = Counter()  # it is not what it was: let it offer all
+        self._seen = Counter()
         self._budget = budget
         self._offered = self._taken = 0
+        for self._most in (budget // PIECES, budget):
+            self.least, self._expected = self._choose()
+            if self._expected >= ENOUGH * budget:
+                break
 
-    def takes(self, nbytes: int) -> bool:
-        """Return whether these bytes of the block are to be moved."""
+    def takes(self, size: int, nbytes: int) -> bool:
+        """Return whether a tensor of ``size`` bytes is to be moved, ``nbytes`` of its memory."""
+        self._seen[size, nbytes] += nbytes
+        if not self._sizes and not self._taken:  # the link is measured with whatever comes
+            self._taken = nbytes
+            return True
+        if nbytes > self._most:
+            return False
         self._offered += nbytes
         taken = self._taken + nbytes
-        if taken > self._budget or taken * self._before > self._budget * self._offered:
+        if taken > self._budget or taken * self._expected > self._budget * self._offered:
             return False
         self._taken = taken
         return True
+
+    def _choose(self) -> tuple[int, int]:
+        """Return the size from which on there is enough to choose from, and how much that is."""
+        enough = ENOUGH * self._budget
+        found = 0
+        last = self._floor
+        for (size, nbytes), total in sorted(self._sizes.items(), reverse=True):
+            if found >= enough and size < last:
+                return last, found
+            if nbytes <= self._most:
+                found += total
+            last = size
+        return self._floor, found
 
 
 class Pace:
