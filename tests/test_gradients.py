@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import streamlap
 from streamlap import GradientsIncomplete, InvalidArgument, InvalidType, stream_gradients
+from streamlap.devices import place_of
+from streamlap.pinned import pool_for
+from streamlap.training import gradients
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -190,6 +193,43 @@ def test_results_are_asked_for_once_and_in_the_order_of_sending(where, monkeypat
     assert asked == sent
     asked.clear()
     sent.clear()  # which a lambda still sees
+
+
+def test_memory_for_the_first_step_is_made_in_the_order_of_backward():
+    mib = 1 << 20
+    parameters = [torch.empty(size * mib // 4) for size in (3, 1, 2, 1, 3)]
+    parameters.insert(2, torch.empty(100))
+    ahead = list(gradients.memory_ahead(parameters, None, 0))
+    assert ahead == [(n * mib, b * mib) for n, b in ((3, 3), (1, 1), (2, 2), (2, 1), (6, 3))]
+    assert list(gradients.memory_ahead(parameters, torch.float16, 0)) == [
+        (n * mib // 2, b * mib // 2) for n, b in ((3, 3), (2, 2), (6, 3))
+    ]
+    assert list(gradients.memory_ahead(parameters, None, 3 * mib)) == [
+        (3 * mib, 3 * mib),
+        (6 * mib, 3 * mib),
+    ]
+
+
+@pytest.mark.gpu
+def test_memory_for_the_first_step_is_made_from_the_call_on():
+    pool_for(place_of(torch.device("cuda:0"))).trim()
+    before = streamlap.pool_stats()["reserved"]
+    parameters = [torch.nn.Parameter(torch.rand(2 << 20, device="cuda")) for _ in range(3)]
+    with stream_gradients(parameters):
+        assert eventually(lambda: streamlap.pool_stats()["reserved"] >= before + (24 << 20))
+
+
+@pytest.mark.gpu
+def test_a_pool_without_room_takes_no_hint(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.rand(2 << 20, device="cuda")) for _ in range(3)]
+
+    def full(*_arguments, **_how):
+        raise streamlap.PoolExhausted("full", 1, 1)
+
+    monkeypatch.setattr(streamlap, "prewarm", full)
+    with stream_gradients(parameters) as grads:
+        sum(p.sum() for p in parameters).backward()
+        assert len(grads.result()) == 3
 
 
 def test_gradients_travel_in_larger_pieces(where):

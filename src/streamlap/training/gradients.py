@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from streamlap.uncompiled import uncompiled
 
 MIN_BYTES = 256 << 10
 BUCKET_BYTES = 4 << 20
+AHEAD_BYTES = 1 << 20
+"""Page-locked memory for gradients from this size on is made before they are there."""
 
 
 def stream_gradients(
@@ -72,6 +75,9 @@ def stream_gradients(
     after ours, the stream waits before they are called. With ``free=True`` nothing waits. FSDP2
     (``fully_shard``) needs nothing else: the hooks come after its reduction, and what is sent is
     the shard of this process. Thread-safe.
+
+    Page-locked memory for the large gradients of a GPU is made by threads of the pool's own from
+    this call on, as by ``prewarm(wait=False)``: the first step finds it, or some of it.
     """
     names, parameters = checked_parameters(model)
     for value, what in ((min_bytes, "min_bytes"), (bucket_bytes, "bucket_bytes")):
@@ -185,6 +191,10 @@ class GradientStream(Gradients):
             self._handles.append(handle)
         if module is not None and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             self._handles.append(module.register_forward_hook(_Forward(self._enter)))
+        on_gpus = [one for one in parameters if one.is_cuda]
+        with contextlib.suppress(streamlap.StreamlapError):  # a hint: who needs it says what is
+            for nbytes, block in memory_ahead(on_gpus, self._dtype, self._min_bytes):
+                streamlap.prewarm(nbytes, block=block, wait=False)
 
     def _begin(self) -> _Task:
         return _Task()
@@ -284,6 +294,21 @@ class _Sum(Arrival):
 
     def landing(self, deadline: float | None) -> Callable[[], torch.Tensor]:
         return lambda: within(self._total, deadline)
+
+
+def memory_ahead(
+    parameters: list[torch.Tensor], dtype: torch.dtype | None, min_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Yield what to reserve, a block at a time, in the order in which backward will ask for them.
+
+    Each is the bytes in all of blocks of one size, and that size.
+    """
+    in_all: Counter[int] = Counter()
+    for parameter in reversed(parameters):
+        block = parameter.numel() * (dtype or parameter.dtype).itemsize
+        if block >= max(min_bytes, AHEAD_BYTES):
+            in_all[block] += block
+            yield in_all[block], block
 
 
 def _itself(result: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 import torch
 
 import streamlap
-from streamlap.policy import policy
 from streamlap.training.memory import MemoryRef
 
 T = TypeVar("T")
@@ -93,7 +92,9 @@ class Offloaded:
         self._context = contextvars.copy_context()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(storage, first, (nbytes,), (1,))
-        self._out = streamlap.to_cpu(flat, timed=timed, chunk_bytes=policy().bulk_chunk_bytes)
+        self._out = streamlap.to_cpu(
+            flat, timed=timed, chunk_bytes=streamlap.policy().bulk_chunk_bytes
+        )
         self.source = flat
         self._died = died
 
@@ -151,7 +152,7 @@ class Offloaded:
 
 
 def _to_device(host: torch.Tensor, device: torch.device) -> streamlap.Transfer:
-    return streamlap.to_device(host, device, chunk_bytes=policy().bulk_chunk_bytes)
+    return streamlap.to_device(host, device, chunk_bytes=streamlap.policy().bulk_chunk_bytes)
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor:

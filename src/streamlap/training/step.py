@@ -13,7 +13,6 @@ import torch
 
 import streamlap
 from streamlap.checks import as_dtype
-from streamlap.policy import policy
 from streamlap.training.arrival import Arrival, Shipment, deadline_after, left_until
 from streamlap.training.passes import End, current_task, require_outside
 from streamlap.uncompiled import uncompiled
@@ -235,7 +234,7 @@ class Gradients:
         dtype = self._dtype
         if protect or dtype is not None or not isinstance(tree, torch.Tensor):
             return streamlap.to_cpu(tree, dtype=dtype, protect=protect)
-        return streamlap.to_cpu(tree, chunk_bytes=policy().bulk_chunk_bytes)
+        return streamlap.to_cpu(tree, chunk_bytes=streamlap.policy().bulk_chunk_bytes)
 
     def _begin(self) -> Any:
         """Return what is kept while the engine's task runs."""
