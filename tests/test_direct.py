@@ -168,8 +168,12 @@ def test_what_is_to_go_another_way(start):
     wrapped(torch.ones(3, 4))
     assert others == [None] * 9
     escaped = []
-    torch.func.vmap(lambda row: escaped.append(row) or row)(torch.ones(3, 4))
-    assert start(escaped[0]) is None
+    keep = lambda x: [escaped.append(x), x][1]  # noqa: E731
+    torch.func.vmap(keep)(torch.ones(3, 4))
+    torch.func.functionalize(keep)(torch.ones(3, 4))
+    torch.func.jvp(keep, (torch.ones(3),), (torch.ones(3),))
+    torch.func.grad(lambda x: keep(x).sum())(torch.ones(3))  # its alias would tell
+    assert [start(one) for one in escaped] == [None] * 4
     short = _native.ShortWay()
     assert short.start(z, None, None) is None  # of a CPU, without a stream
     assert _native.start_short(short.handle(), z, None, None) is None

@@ -128,7 +128,9 @@ class ShortWay {
       inference = inference_mode();
       return is_plain(alias);
     };
+    // One that has escaped from a transformation says nothing of itself, although its alias may.
     dlpack::Tensor lies;
+    if (!says(tensor, lies)) return py::none();
     if (!unless_it_raises(plain).value_or(false) || !says(alias, lies)) return py::none();
     const bool on_gpu = lies.device.type == dlpack::cuda;
     if (!on_gpu && !stream) return py::none();
