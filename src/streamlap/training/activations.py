@@ -231,14 +231,17 @@ class ActivationOffload:
         self._let_go()
         return memory
 
-    def _let_go(self, wait: bool = True) -> None:
-        """Let go of memory on the device whose copy is done; wait for that where there is much."""
+    def _let_go(self, wanted: set[Offloaded | None] | None = None) -> None:
+        """Let go of memory on the device whose copy is done; wait for that where there is much.
+
+        ``wanted``: of backward, which has use for these and waits for none.
+        """
         while len(self._leaving):
             memory = self._leaving.oldest()()
             if memory is not None:
-                if wait and self._leaving.full():
+                if wanted is None and self._leaving.full():
                     memory.wait_until_left()
-                elif not memory.left():
+                elif not memory.left() or (wanted is not None and memory in wanted):
                     return
                 self._note_pace(memory)
                 memory.source = None
@@ -263,8 +266,6 @@ class ActivationOffload:
         check_version(packed.version, (packed.dtype, packed.shape, memory.device))
         with self._lock:
             self._expect_the_end()
-            if self._pace is not None:
-                self._let_go(wait=False)  # of what is not needed yet and has left meanwhile
             if memory.source is not None:
                 flat = memory.source
                 if self._pace is not None and memory.left():
@@ -312,6 +313,8 @@ class ActivationOffload:
             ahead.add(None, memory.nbytes)
             wanted.add(memory)
         self._drop_stale(wanted)
+        if self._pace is not None:
+            self._let_go(wanted)
 
     def _drop_stale(self, wanted: set[Offloaded | None]) -> None:
         """Let go of what nobody seems to ask for, if there is much: it can be fetched again."""
