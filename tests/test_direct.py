@@ -110,6 +110,40 @@ def test_who_asks_whether_it_is_done_makes_nothing(start):
     held.open()
 
 
+@pytest.mark.parametrize("who", ["thread", "finalizer"])
+def test_what_is_done_is_no_longer_borrowed_whoever_makes_the_parts_meanwhile(
+    start, monkeypatch, who
+):
+    source = random_bits(1000)
+    expected = source.clone()
+    transfer = start(source)
+    assert eventually(transfer._made[0].done)
+    if who == "thread":  # makes them while done() looks
+        real = direct.version_of
+
+        def version_of(tensor):
+            thread = threading.Thread(target=lambda: transfer.nbytes)
+            thread.start()
+            thread.join()
+            return real(tensor)
+
+        monkeypatch.setattr(direct, "version_of", version_of)
+        assert transfer.done()
+    else:  # runs while they are made, and asks
+        part, asked = direct.Part, []
+
+        def make(*arguments):
+            asked.append(transfer.done())
+            return part(*arguments)
+
+        monkeypatch.setattr(direct, "Part", make)
+        assert transfer.nbytes == source.nbytes
+        assert asked == [True]
+    monkeypatch.undo()
+    source.zero_()
+    assert same_bits(transfer.result(), expected)
+
+
 def test_a_source_written_before_somebody_asked_is_noticed_by_who_asks(start):
     source = random_bits(1000)
     gate = start.stream.gate()

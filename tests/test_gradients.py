@@ -4,7 +4,7 @@ import copy
 import gc
 import io
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import streamlap
 from streamlap import GradientsIncomplete, InvalidArgument, InvalidType, stream_gradients
 from streamlap.devices import place_of
 from streamlap.pinned import pool_for
-from streamlap.training import gradients
+from streamlap.training import arrival, gradients
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -195,6 +195,35 @@ def test_results_are_asked_for_once_and_in_the_order_of_sending(where, monkeypat
     sent.clear()  # which a lambda still sees
 
 
+@pytest.mark.parametrize("end", ["reset", "close"])
+def test_results_go_with_their_step(where, end):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3))).to(where)
+    grads = stream_gradients(model)
+    model(torch.rand(4, 512, device=where)).sum().backward()
+    grads.result()
+    getattr(grads, end)()
+    if end == "close":
+        grads = None
+    gc.collect()
+    assert eventually(lambda: streamlap.pool_stats(where)["live"] == 0)
+    del grads
+
+
+def test_an_answer_that_comes_with_the_deadline_is_given():
+    class Late(Future):
+        def result(self, timeout=None):
+            if not self.done():
+                self.set_result("there")
+                raise TimeoutError
+            return super().result(timeout)
+
+    assert arrival.within(Late(), 0.0) == "there"
+    failed = Future()
+    failed.set_exception(TimeoutError("the work's own"))
+    with pytest.raises(TimeoutError, match="the work's own"):
+        arrival.within(failed, None)
+
+
 def test_memory_for_the_first_step_is_made_in_the_order_of_backward():
     mib = 1 << 20
     parameters = [torch.empty(size * mib // 4) for size in (3, 1, 2, 1, 3)]
@@ -239,7 +268,7 @@ def test_gradients_travel_in_larger_pieces(where):
         stream_gradients([parameter]) as grads,
     ):
         parameter.sum().backward()
-        (shipment,) = grads._flying
+        (shipment,) = (one() for one in grads._flying)
         assert shipment.transfer.stats()["chunks"] == 2  # of 2 MiB
         assert (grads.result()["0"] == 1).all()
 

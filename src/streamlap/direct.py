@@ -102,6 +102,7 @@ class TensorTransfer(Transfer):
     _error: Exception | None = None
     _modified: str | None = None
     _dst: torch.Tensor | None = None
+    _returned = False  # the source, because the copy was seen to be done
 
     def __init__(
         self,
@@ -147,9 +148,11 @@ class TensorTransfer(Transfer):
         if isinstance(source, torch.Tensor):
             if version is not None and version_of(source) != version:
                 return None
+            self._returned = True  # for one who is making the parts
             with _making:
-                if self.__dict__.get("_made") is made:
-                    self._made = (native, place, source.dtype, None, inference)
+                if self.__dict__.get("_made") is not made:
+                    return None
+                self._made = (native, place, source.dtype, None, inference)
             native.release_all()  # site: direct.release_all
         return True
 
@@ -175,6 +178,8 @@ class TensorTransfer(Transfer):
         self._nbytes = self._dst.nbytes
         self._parts = [part]
         del self._made, self._dst  # what is borrowed is let go of with the rest
+        if self._returned:  # a finalizer that ran just now has asked whether it is done
+            self._borrowed = []
 
 
 # Re-entrant: a collection of garbage inside may run anything.

@@ -26,7 +26,7 @@ from streamlap.checks import as_callable
 from streamlap.sizes import parse_size
 from streamlap.training.memory import identity_of
 from streamlap.training.offloaded import Offloaded, Window, root_of
-from streamlap.training.pace import Pace, Spread, mark
+from streamlap.training.pace import Choice, Mark, Pace, Spread, mark
 from streamlap.training.versions import Saved, check_version, counter_of, saved_version
 from streamlap.uncompiled import uncompiled
 
@@ -51,6 +51,21 @@ class _Moved:
     version: Saved
 
 
+class _Blocks(threading.local):
+    """The blocks that a thread has open.
+
+    Attributes:
+        open: the hooks of each, and when it began.
+        choice: what the outermost takes; None if that is not measured.
+        least: smaller tensors stay.
+    """
+
+    def __init__(self, least: int) -> None:
+        self.open: list[tuple[torch.autograd.graph.saved_tensors_hooks, Mark | None]] = []
+        self.choice: Choice | None = None
+        self.least = least
+
+
 def offload_activations(
     budget: int | str | None = None,
     min_bytes: int | str = 1 << 20,
@@ -69,17 +84,18 @@ def offload_activations(
     Args:
         budget: bytes of page-locked memory in use at one time; what is saved beyond it stays on the
             device. An int, a string like ``"8GiB"``, or None: as much as the process's pool has.
-            ``"hide"``: as much as the link carries in 0.9 of the shortest time that the block has
-            taken so far; the object must be used again for each step, and the first two steps move
-            64 MiB to measure both. Backward takes longer, so the way back is hidden, too. Large
-            tensors are preferred, and what is moved is spread evenly over the block.
+            ``"hide"``: as much as the link carries in 0.9 of the shortest time that the last 16
+            blocks have taken; the object must be used again for each step, and the first two move
+            64 MiB, or one tensor, to measure both. Backward takes longer, so the way back is
+            hidden, too. Large tensors are preferred, and what is moved is spread evenly over the
+            block. Each thread's outermost block has a budget of its own.
         min_bytes: smaller tensors stay.
         keep: called with each tensor that would be moved; True lets it stay.
 
     Raises:
         InvalidArgument, InvalidType: a budget or size that is none, or a ``keep`` that cannot be
             called.
-        RuntimeError: in backward, in autograd's words, if a saved tensor was written since. As
+        RuntimeError: in backward, much in autograd's words, if a saved tensor was written since. As
             everywhere in torch, writes through ``.data`` are not seen.
 
     Stream order: a tensor is copied after the work of the current stream at its saving, and
@@ -107,10 +123,10 @@ class ActivationOffload:
         self._budget = None if isinstance(budget, Pace) else budget
         self._least = max(1, min_bytes)
         self._spread = Spread(self._least)
+        self._blocks = _Blocks(self._least)
         self._keep = keep
         # Re-entrant, because a collection of garbage inside may run anything.
         self._lock = threading.RLock()
-        self._blocks = threading.local()
         # By the order in which they were saved: backward asks in about the reverse. One that
         # several operations have saved is there several times.
         self._all: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
@@ -130,23 +146,30 @@ class ActivationOffload:
 
     @uncompiled
     def __enter__(self) -> ActivationOffload:
-        begin = None if self._pace is None else mark()
-        opened = self._blocks.__dict__.setdefault("open", [])
-        if self._pace is not None and not opened:
+        blocks, begin, choice = self._blocks, None, None
+        if self._pace is not None and not blocks.open:
+            begin = mark()
             with self._lock:
-                self._spread.begin(self._pace.budget())
-                self._least = self._spread.least
+                choice = self._spread.begin(self._pace.budget(), not self._pace.knows_link())
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()  # last: after an error nobody would take the hooks away
-        opened.append((hooks, begin))
+        hooks.__enter__()  # after it nothing fails: nobody would take the hooks away
+        blocks.open.append((hooks, begin))
+        if choice is not None:
+            blocks.choice, blocks.least = choice, choice.least
         return self
 
     @uncompiled
     def __exit__(self, *error: object) -> None:
-        hooks, begin = self._blocks.open.pop()
+        blocks = self._blocks
+        hooks, begin = blocks.open.pop()
         hooks.__exit__(*error)
-        if self._pace is not None and error[0] is None:  # half a block tells nothing
+        if blocks.open or blocks.choice is None:
+            return
+        choice, blocks.choice, blocks.least = blocks.choice, None, self._least
+        # Half a block tells nothing, nor does one without a graph, as in an evaluation.
+        if error[0] is None and choice.seen and self._pace is not None and begin is not None:
             with self._lock:
+                self._spread.end(choice)
                 self._pace.block(begin, mark())
 
     def stats(self) -> dict[str, int]:
@@ -165,7 +188,7 @@ class ActivationOffload:
     @uncompiled
     def _pack(self, tensor: torch.Tensor) -> Saved | _Moved:
         # This is called for every tensor that is saved: what lets most of them stay comes first.
-        if _has_size(tensor) and tensor.nbytes >= self._least:
+        if _has_size(tensor) and tensor.nbytes >= self._blocks.least:
             span = _movable_range(tensor)
             if span is not None and not (self._keep is not None and self._keep(tensor)):
                 return self._offered(tensor, *span)
@@ -210,8 +233,10 @@ class ActivationOffload:
         self._arriving.clear()  # of a backward that failed
         if self._budget is not None and self._held + nbytes > self._budget:
             return None
-        if self._pace is not None and not self._spread.takes(tensor.nbytes, nbytes):
-            return None
+        if self._pace is not None:
+            choice = self._blocks.choice
+            if choice is None or not choice.takes(tensor.nbytes, nbytes):
+                return None
         try:
             timed = None if self._pace is None else True  # the pace is made of these times
             memory = Offloaded(tensor, storage, first, nbytes, self._died, timed)
@@ -268,8 +293,6 @@ class ActivationOffload:
             self._expect_the_end()
             if memory.source is not None:
                 flat = memory.source
-                if self._pace is not None and memory.left():
-                    self._note_pace(memory)
                 self._fetch_ahead(packed.position)
             else:
                 back = memory.way_back() or self._fetch(memory)
@@ -277,7 +300,11 @@ class ActivationOffload:
                 flat = memory.arrive(back, self._task)
         view = torch.empty(0, dtype=packed.dtype, device=flat.device)
         start = flat.storage_offset() // packed.dtype.itemsize
-        return view.set_(flat.untyped_storage(), start + packed.offset, packed.shape, packed.stride)
+        view.set_(flat.untyped_storage(), start + packed.offset, packed.shape, packed.stride)
+        # A graph of the backward may save it, and is to notice a write to what was saved here.
+        alias = packed.version[0].detach()
+        alias.data = view
+        return alias
 
     def _expect_the_end(self) -> None:
         """Let the end of this backward let go of what it has fetched."""

@@ -108,7 +108,7 @@ def within(future: Future[Any], deadline: float | None) -> Any:
         return future.result(left_until(deadline))
     except TimeoutError:
         if future.done():
-            raise  # the work's own
+            return future.result()  # it is there after all, or the error is the work's own
         raise streamlap.TransferTimeout("the gradients were not on the host in time") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -168,7 +169,8 @@ class GradientStream(Gradients):
         self._min_bytes = min_bytes
         self._bucket_bytes = bucket_bytes
         self._handles: list[Any] = []
-        self._flying: deque[Shipment] = deque()
+        # Weakly: it is theirs who wait for it, and goes with the step.
+        self._flying: deque[weakref.ref[Shipment]] = deque()
         self._adder: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> GradientStream:
@@ -236,7 +238,10 @@ class GradientStream(Gradients):
         followed: bool = False,
     ) -> None:
         with self._changed:  # each GPU has a thread of the engine's
-            while self._flying and self._flying[0].done():  # that lets go of what was read
+            while self._flying:
+                first = self._flying[0]()
+                if first is not None and not first.done():  # that lets go of what was read
+                    break
                 self._flying.popleft()
         alone = len(grads) == 1  # which to_cpu looks at in a fifth of the time
         try:
@@ -248,7 +253,7 @@ class GradientStream(Gradients):
             for arrival in arrivals:
                 arrival.lost(error)
             raise
-        self._flying.append(shipment)
+        self._flying.append(weakref.ref(shipment))
         task.shipments.append(shipment)
         for index, arrival in enumerate(arrivals):
             arrival.sent(shipment, _itself if alone else operator.itemgetter(index))

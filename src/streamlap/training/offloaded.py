@@ -107,7 +107,7 @@ class Offloaded:
         return self._out.done()
 
     def seconds(self) -> float:
-        """Return how long the copy to the host took; it must be done, and timed."""
+        """Return how long the copy to the host took; it must be done, and timed. 0: it failed."""
         return self._out.elapsed()
 
     def wait_until_left(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import Protocol
 
 import torch
@@ -14,6 +14,9 @@ PROBE = 64 << 20
 PROBES = 2
 """Blocks that are measured before more is moved: the first of a process is no measure, it may
 take a multiple of the others."""
+
+RECENT = 16
+"""Blocks of which the shortest counts: one of a smaller batch is forgotten after so many."""
 
 SHARE = 0.9
 """Of the time that was measured: the rest is for what differs from step to step."""
@@ -72,81 +75,95 @@ def mark() -> Mark:
     return _Point() if torch.cuda.is_initialized() else _Moment()  # type: ignore[no-untyped-call]
 
 
+class Choice:
+    """What one block takes of the tensors that it offers. Not thread-safe.
+
+    Attributes:
+        least: smaller tensors need not be offered.
+        expected: bytes that will be offered, as far as is known.
+        seen: bytes that were offered, by the size of the tensor and of what is moved for it.
+        offered: of these, the bytes of what could be taken.
+    """
+
+    def __init__(self, budget: int, least: int, most: int, expected: int, measures: bool) -> None:
+        self.least = least
+        self.expected = expected
+        self.seen: Counter[tuple[int, int]] = Counter()
+        self.offered = 0
+        self._budget = budget
+        self._most = most
+        self._measures = measures
+        self._taken = 0
+
+    def takes(self, size: int, nbytes: int) -> bool:
+        """Return whether a tensor of ``size`` bytes is to be moved, ``nbytes`` of its memory."""
+        self.seen[size, nbytes] += nbytes
+        if self._measures and not self._taken:
+            self._taken = nbytes
+            return True
+        if nbytes > self._most:
+            return False
+        self.offered += nbytes
+        taken = self._taken + nbytes
+        if taken > self._budget or taken * self.expected > self._budget * self.offered:
+            return False
+        self._taken = taken
+        return True
+
+
 class Spread:
     """Chooses, of all that a block offers, what adds up to a budget: large ones, evenly.
 
     Each tensor that is moved costs the host about as much as an operation or two, whatever its
     size. And evenly, because the link is to be busy as long as the block runs. A block that offers
-    the same each time is given the same answers, whatever the device has done so far: the sizes of
-    page-locked memory that are needed stay the same, too. Not thread-safe.
+    the same as the one before is given the same answers, whatever the device has done so far: the
+    sizes of page-locked memory that are needed stay the same, too. Not thread-safe.
 
     Args:
         least: of a tensor, in bytes.
-
-    Attributes:
-        least: smaller tensors need not be offered in this block.
     """
 
     def __init__(self, least: int) -> None:
-        self.least = self._floor = least
-        self._budget = self._offered = self._taken = 0
-        self._most = 0  # bytes of one that is taken
-        self._expected = 0  # will be offered of those, as far as is known
+        self._floor = least
         self._sizes: Counter[tuple[int, int]] = Counter()  # of the last block that offered all
-        self._seen: Counter[tuple[int, int]] = Counter()
 
-    def begin(self, budget: int) -> None:
-        """Begin with a block."""
-        if self.least == self._floor:
-            self._sizes = self._seen or self._sizes
-        elif not self._expected <= 2 * self._offered <= 4 * self._expected:
-            self._sizes = Counter()  # it is not what it was: let it offer all
-        self._seen = Counter()
-        self._budget = budget
-        self._offered = self._taken = 0
-        for self._most in (budget // PIECES, budget):
-            self.least, self._expected = self._choose()
-            if self._expected >= ENOUGH * budget:
+    def begin(self, budget: int, measures: bool = False) -> Choice:
+        """Begin with a block; ``measures``: the first tensor is taken, whatever its size."""
+        for most in (budget // PIECES, budget):
+            least, expected = self._choose(budget, most)
+            if expected >= ENOUGH * budget:
                 break
+        return Choice(budget, least, most, expected, measures)
 
-    def takes(self, size: int, nbytes: int) -> bool:
-        """Return whether a tensor of ``size`` bytes is to be moved, ``nbytes`` of its memory."""
-        self._seen[size, nbytes] += nbytes
-        if not self._sizes and not self._taken:  # the link is measured with whatever comes
-            self._taken = nbytes
-            return True
-        if nbytes > self._most:
-            return False
-        self._offered += nbytes
-        taken = self._taken + nbytes
-        if taken > self._budget or taken * self._expected > self._budget * self._offered:
-            return False
-        self._taken = taken
-        return True
+    def end(self, choice: Choice) -> None:
+        """Learn from a block that has come to its end."""
+        if choice.least == self._floor:
+            self._sizes = choice.seen
+        elif not choice.expected <= 2 * choice.offered <= 4 * choice.expected:
+            self._sizes = Counter()  # it is not what it was: let the next one offer all
 
-    def _choose(self) -> tuple[int, int]:
+    def _choose(self, budget: int, most: int) -> tuple[int, int]:
         """Return the size from which on there is enough to choose from, and how much that is."""
-        enough = ENOUGH * self._budget
         found = 0
         last = self._floor
         for (size, nbytes), total in sorted(self._sizes.items(), reverse=True):
-            if found >= enough and size < last:
+            if found >= ENOUGH * budget and size < last:
                 return last, found
-            if nbytes <= self._most:
+            if nbytes <= most:
                 found += total
             last = size
         return self._floor, found
 
 
 class Pace:
-    """The shortest time that a block has taken, and the rate of its copies.
+    """The shortest time that a block has taken lately, and the rate of its copies.
 
     Not thread-safe. The shortest: what was moved too much makes a block longer, never shorter.
     """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Mark, Mark]] = []
-        self._shortest: float | None = None
+        self._times: deque[float] = deque(maxlen=RECENT)
         self._measured = 0
         self._budget = 0
         self._bytes = 0
@@ -159,19 +176,23 @@ class Pace:
 
     def copied(self, nbytes: int, seconds: float) -> None:
         """Note a copy, and the time that it took on the link."""
-        self._bytes += nbytes
-        self._seconds += seconds
+        if seconds > 0:  # none of one that has failed
+            self._bytes += nbytes
+            self._seconds += seconds
+
+    def knows_link(self) -> bool:
+        """Return whether a copy was measured."""
+        return self._seconds > 0
 
     def budget(self) -> int:
         """Return the bytes that can go while such a block runs; small changes are left out."""
         while self._blocks and self._blocks[0][1].passed():
             begin, end = self._blocks.pop(0)
             self._measured += 1
-            seconds = begin.until(end)
-            self._shortest = seconds if self._shortest is None else min(self._shortest, seconds)
-        if self._shortest is None or self._measured < PROBES or not self._seconds:
+            self._times.append(begin.until(end))
+        if self._measured < PROBES or not self.knows_link():
             return PROBE
-        budget = int(SHARE * self._shortest * self._bytes / self._seconds)
+        budget = int(SHARE * min(self._times) * self._bytes / self._seconds)
         if abs(budget - self._budget) > CHANGE * self._budget:
             self._budget = budget
         return self._budget
