@@ -131,8 +131,8 @@ class ActivationOffload:
         # several operations have saved is there several times.
         self._all: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()
         self._saved = 0
-        # By where it lies and its version. A tensor: what stays for one operation is not moved for
-        # another, or it would be in both places.
+        # By where it lies and its version. A tensor: what had no room when one operation saved it
+        # is not moved for another, or it would be in both places.
         self._known: weakref.WeakValueDictionary[tuple[int, ...], Offloaded | torch.Tensor]
         self._known = weakref.WeakValueDictionary()
         self._leaving: Window[weakref.ref[Offloaded]] = Window()
