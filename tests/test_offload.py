@@ -626,6 +626,29 @@ def test_the_pace_of_real_blocks(where):
     assert offload._pace._bytes > 0
 
 
+@pytest.mark.parametrize("length", [1, 12])
+def test_one_tensor_a_block_is_enough_to_measure_the_link(where, monkeypatch, length):
+    x = batch_of(where).requires_grad_()
+    monkeypatch.setattr(pace, "PROBE", x.nbytes)
+    offload = offload_activations("hide", min_bytes=1)
+    for _ in range(pace.PROBES):
+        copies = CopySide(where)
+        gate = copies.hold()  # what is moved is still there when backward asks for it
+        with offload:
+            loss = chain(x, length)
+        gate.open()
+        finish_all(where)
+        for memory in list(offload._all.values()):
+            assert eventually(memory.left)
+        del memory
+        loss.backward()
+    finish_all(where)
+    assert offload.stats()["moved"] == pace.PROBES
+    assert offload._pace.knows_link()
+    assert offload._pace._bytes == pace.PROBES * x.nbytes  # each once
+    assert offload._pace.budget() != x.nbytes
+
+
 def test_a_full_pool_lets_activations_stay(where, monkeypatch, nothing_left):
     expected = gradients(where, torch.enable_grad())
     to_cpu, calls = streamlap.to_cpu, []

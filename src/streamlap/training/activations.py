@@ -273,7 +273,8 @@ class ActivationOffload:
             self._leaving.pop()
 
     def _note_pace(self, memory: Offloaded) -> None:
-        if self._pace is not None:
+        if self._pace is not None and not memory.measured:
+            memory.measured = True
             self._pace.copied(memory.nbytes, memory.seconds())
 
     def _count_dead(self) -> None:
@@ -293,6 +294,8 @@ class ActivationOffload:
             self._expect_the_end()
             if memory.source is not None:
                 flat = memory.source
+                if self._pace is not None and memory.left():
+                    self._note_pace(memory)
                 self._fetch_ahead(packed.position)
             else:
                 back = memory.way_back() or self._fetch(memory)

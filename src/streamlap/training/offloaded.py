@@ -62,6 +62,7 @@ class Offloaded:
         root: the tensor whose memory it is, weakly: while it lives, unwritten, the copy is good.
         nbytes: of the range.
         source: the memory on the device, until the copy has gone past.
+        measured: the time of the copy was noted.
         users: how many saved tensors lie in it.
         device: the tensor's.
         spent: the backward in which each of them was given its bytes; its node may keep it alive
@@ -79,6 +80,7 @@ class Offloaded:
     ) -> None:
         self.root = weakref.ref(root_of(tensor))
         self.nbytes = nbytes
+        self.measured = False
         self.users = 0
         self.spent: int | None = None
         self.source: torch.Tensor | None = None
