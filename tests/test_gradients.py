@@ -239,6 +239,20 @@ def test_memory_for_the_first_step_is_made_in_the_order_of_backward():
     ]
 
 
+def test_memory_is_made_for_the_shard_of_this_process():
+    class Sharded:
+        dtype = torch.float32
+
+        def numel(self):
+            return 8 << 20
+
+        def to_local(self):
+            return torch.empty(1 << 20)
+
+    ahead = list(gradients.memory_ahead([Sharded()], None, 0))
+    assert ahead == [(4 << 20, 4 << 20)]
+
+
 @pytest.mark.gpu
 def test_memory_for_the_first_step_is_made_from_the_call_on():
     pool_for(place_of(torch.device("cuda:0"))).trim()

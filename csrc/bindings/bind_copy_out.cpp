@@ -149,9 +149,8 @@ class ShortWay {
     const bool notes = timed.is_none() ? *bytes >= numbers.timed_bytes : timed.ptr() == Py_True;
     const std::size_t chunk =
         chunk_bytes.is_none() ? numbers.chunk_bytes : py::cast<std::size_t>(chunk_bytes);
-    Started started =
-        streamlap::bindings::start(served.engine, *served.pool, lies.device.index, *stream,
-                                   std::move(item), chunk, notes, alias);
+    Started started = streamlap::bindings::start(served.engine, *served.pool, lies.device.index,
+                                                 *stream, std::move(item), chunk, notes, alias);
     auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
     made->give_block(std::move(started.block), lies.dtype,
                      std::vector<std::int64_t>(lies.shape, lies.shape + lies.ndim));
@@ -169,9 +168,9 @@ class ShortWay {
 
 constexpr char way_name[] = "streamlap.ShortWay";
 
-// ShortWay::start without the look-up of a method and of arguments: of the way's handle, the tensor,
-// `timed` and `chunk_bytes`. False where it throws: it can be asked again as a method, which raises
-// that.
+// ShortWay::start without the look-up of a method and of arguments: of the way's handle, the
+// tensor, `timed` and `chunk_bytes`. False where it throws: it can be asked again as a method,
+// which raises that.
 PyObject* start_short(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4) {
     PyErr_SetString(PyExc_TypeError, "start_short() takes a handle, a tensor, a flag and a number");

@@ -310,7 +310,8 @@ def memory_ahead(
     """
     in_all: Counter[int] = Counter()
     for parameter in reversed(parameters):
-        block = parameter.numel() * (dtype or parameter.dtype).itemsize
+        shard = getattr(parameter, "to_local", lambda one=parameter: one)()  # of FSDP2's
+        block = shard.numel() * (dtype or shard.dtype).itemsize
         if block >= max(min_bytes, AHEAD_BYTES):
             in_all[block] += block
             yield in_all[block], block
