@@ -49,6 +49,8 @@ def test_models_that_are_refused(make, error, says):
         ({"free": 1}, InvalidType),
         ({"min_bytes": "1MiB"}, InvalidType),
         ({"min_bytes": -1}, InvalidArgument),
+        ({"dtype": torch.int32}, InvalidArgument),
+        ({"dtype": torch.bool}, InvalidArgument),
         ({"bucket_bytes": 1.5}, InvalidType),
         ({"bucket_bytes": True}, InvalidType),
     ],

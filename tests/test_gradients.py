@@ -209,6 +209,18 @@ def test_results_go_with_their_step(where, end):
     del grads
 
 
+def test_passes_that_were_added_hold_one_result(where):
+    weight = torch.nn.Parameter(torch.rand(1 << 18, device=where))
+    before = streamlap.pool_stats(where)["live"]
+    with stream_gradients([weight], free=True) as grads:
+        for _ in range(4):
+            weight.sum().backward()
+        assert (grads.result()["0"] == 4).all()
+        gc.collect()
+        finish_all(where)
+        assert eventually(lambda: streamlap.pool_stats(where)["live"] == before + weight.nbytes)
+
+
 def test_an_answer_that_comes_with_the_deadline_is_given():
     class Late(Future):
         def result(self, timeout=None):

@@ -1,6 +1,7 @@
 """offload_activations: the same bits, the same errors, less memory, and nothing left."""
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -102,7 +103,7 @@ def test_fifty_steps_of_training_are_those_of_the_plain_loop(where, windows, not
     stats = offload.stats()
     assert stats["moved"] >= 50 * 8
     assert stats["shared"] > 0
-    assert stats["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
 
 
 def test_backward_may_run_in_the_block(where, windows, nothing_left):
@@ -232,7 +233,7 @@ def test_two_backwards_through_one_graph(where, windows, nothing_left):
     expected = twice(torch.enable_grad())
     offload = offload_activations(min_bytes=1)
     assert same_tree(twice(offload), expected)
-    assert offload.stats()["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
 
 
 def test_second_derivatives(where, windows):
@@ -391,7 +392,7 @@ def test_what_shares_memory_is_copied_once(where):
     assert offload.stats()["moved"] == 1
     (y.sum() + z.sum() + w.sum()).backward()
     assert offload.stats()["fetched"] <= 1
-    assert offload.stats()["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
 
 
 def test_three_parts_of_one_product_are_copied_once(where):
@@ -665,7 +666,7 @@ def test_a_full_pool_lets_activations_stay(where, monkeypatch, nothing_left):
         assert same_tree(gradients(where, offload), expected)
     assert len(warned) == 1
     assert offload.stats()["moved"] == len(calls) // 2
-    assert offload.stats()["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
 
 
 # -- the errors of autograd
@@ -770,7 +771,7 @@ def test_an_error_in_the_block_leaves_nothing(where, windows, nothing_left):
     with pytest.raises(Boom):
         fails()
     gc.collect()
-    assert offload.stats()["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
     before = offload.stats()["moved"]
     loss = model(batch_of(where)).square().mean()  # no hooks are left
     assert offload.stats()["moved"] == before
@@ -791,7 +792,7 @@ def test_an_error_in_backward_leaves_nothing(where, windows, nothing_left):
             h.backward()
         del h
         gc.collect()
-        assert offload.stats()["held_bytes"] == 0
+        assert eventually(lambda: offload.stats()["held_bytes"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -886,7 +887,106 @@ def test_memory_is_flat_over_a_thousand_steps(where):
         step()
     assert figures() == before
     assert offload.stats()["moved"] == 3000
-    assert offload.stats()["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
+
+
+@pytest.mark.parametrize("bounded", ["budget", "window"])
+def test_graphs_that_are_dropped_while_they_are_copied_are_counted(bounded, monkeypatch):
+    narrow(monkeypatch, 2)
+    x = torch.ones(1024, requires_grad=True)
+    with streamlap.use_runtime("sim", schedule="lazy"):
+        offload = offload_activations(8 << 10 if bounded == "budget" else None, min_bytes=1)
+        most = 0
+        for _ in range(100):
+            with offload:
+                (x * 1).tanh().tanh()
+            most = max(most, streamlap.pool_stats("cpu")["live"])
+        # Two of 4 kB in the budget; or two in the window, and the one that is being sent.
+        assert 4 << 10 <= most <= (8 if bounded == "budget" else 12) << 10
+        stats = offload.stats()
+        assert most <= stats["peak_bytes"] <= 12 << 10
+        assert stats["moved"] > 2
+
+
+@pytest.mark.parametrize("how", ["fails", "outside"])
+def test_what_was_fetched_goes_with_its_graph(where, how, nothing_left):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            out = h * 2
+            ctx.save_for_backward(h)
+            return out
+
+        @staticmethod
+        def backward(ctx, _grad):
+            ctx.saved_tensors[0].sum()
+            raise KeyError("mine")
+
+    x = torch.rand(1 << 16, device=where, requires_grad=True)
+    live = streamlap.pool_stats(where)["live"]
+    offload = offload_activations(min_bytes=1)
+    with offload:
+        h = x
+        for _ in range(12):
+            h = h.exp().neg()
+        y = Fails.apply(h)
+    finish_all(where)
+    for memory in list(offload._all.values()):
+        assert eventually(memory.left)
+        memory.source = None  # as if there were much
+    del memory
+    if how == "fails":
+        with pytest.raises(KeyError):
+            y.sum().backward()
+    else:
+        assert h.grad_fn.next_functions[0][0]._saved_result.numel() == 1 << 16
+    assert offload.stats()["fetched"] > 0
+    del h, y
+    gc.collect()
+    finish_all(where)
+    assert eventually(lambda: streamlap.pool_stats(where)["live"] == live)
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
+
+
+def test_what_is_noted_of_fetched_tensors_does_not_grow(where, monkeypatch):
+    x = batch_of(where).requires_grad_()
+    narrow(monkeypatch, 1)
+    monkeypatch.setattr(offloaded, "BYTES", 1 << 30)  # never full
+    offload = offload_activations(min_bytes=1)
+    for _ in range(20):
+        with offload:
+            loss = chain(x)
+        finish_all(where)
+        for memory in list(offload._all.values()):
+            memory.out.result()
+            memory.source = None
+        del memory
+        loss.backward()
+    assert offload.stats()["fetched"] >= 20 * 6
+    assert len(offload._here) <= 14
+
+
+def test_a_copy_of_the_object_has_the_same_arguments_and_moved_nothing():
+    keep = SCHEDULES.count
+    for budget in (None, 1 << 20, "hide"):
+        offload = offload_activations(budget, min_bytes=7, keep=keep)
+        with offload:
+            (torch.ones(8, requires_grad=True) * 2).sin()
+        for other in (copy.copy(offload), copy.deepcopy(offload)):
+            assert other.stats()["moved"] == other.stats()["stayed"] == 0
+            assert (other._budget, other._least, other._keep) == (
+                None if budget == "hide" else budget,
+                7,
+                keep,
+            )
+            assert (other._pace is None) == (budget != "hide")
+
+
+def test_a_block_that_was_not_entered_is_no_block():
+    with pytest.raises(streamlap.InvalidArgument, match="no block"):
+        offload_activations().__exit__(None, None, None)
+    with pytest.raises(streamlap.InvalidArgument, match='or "hide"'):
+        offload_activations("Hide")
 
 
 def test_a_dropped_graph_gives_everything_back(where, windows, nothing_left):
@@ -898,7 +998,7 @@ def test_a_dropped_graph_gives_everything_back(where, windows, nothing_left):
     del loss
     gc.collect()
     assert gone() is None
-    assert offload.stats()["held_bytes"] == 0
+    assert eventually(lambda: offload.stats()["held_bytes"] == 0)
 
 
 # -- order
@@ -1082,7 +1182,7 @@ def test_what_stays_for_one_operation_stays_for_all(where):
         first = h.sin().sum()
         del held
         gc.collect()
-        assert offload.stats()["held_bytes"] == 0
+        assert eventually(lambda: offload.stats()["held_bytes"] == 0)
         second = h.cos().sum()
         third = (x * 4).sin().sum()
     assert offload.stats()["moved"] == 3
@@ -1145,7 +1245,9 @@ class Asked:
 
     def __init__(self, transfer, log):
         self.transfer, self.log = transfer, log
-        self.done, self._value = transfer.done, transfer._value
+
+    def __getattr__(self, name):
+        return getattr(self.transfer, name)
 
     def result(self):
         self.log.append(threading.get_ident())
@@ -1329,7 +1431,7 @@ def test_blocks_nest(where):
     assert inner.stats()["moved"] == 1
     assert outer.stats()["moved"] == 3
     d.sum().backward()
-    assert outer.stats()["held_bytes"] == inner.stats()["held_bytes"] == 0
+    assert eventually(lambda: outer.stats()["held_bytes"] == inner.stats()["held_bytes"] == 0)
 
 
 @pytest.mark.parametrize("layers", [4, 8])

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,8 +26,9 @@ import streamlap
 from streamlap.checks import as_callable
 from streamlap.sizes import parse_size
 from streamlap.training.memory import identity_of
-from streamlap.training.offloaded import Offloaded, Window, root_of
+from streamlap.training.offloaded import Leaving, Offloaded, Window, root_of
 from streamlap.training.pace import Choice, Mark, Pace, Spread, mark
+from streamlap.training.passes import End, current_task
 from streamlap.training.versions import Saved, check_version, counter_of, saved_version
 from streamlap.uncompiled import uncompiled
 
@@ -104,10 +106,18 @@ def offload_activations(
     Threads may share it.
     """
     return ActivationOffload(
-        Pace() if budget == "hide" else None if budget is None else parse_size(budget, "budget"),
+        Pace() if budget == "hide" else None if budget is None else _bytes_of(budget),
         parse_size(min_bytes, "min_bytes"),
         None if keep is None else as_callable(keep, "keep"),
     )
+
+
+def _bytes_of(budget: int | str) -> int:
+    try:
+        return parse_size(budget, "budget")
+    except streamlap.InvalidArgument as error:
+        hint = ', or "hide"' if isinstance(budget, str) else ""
+        raise streamlap.InvalidArgument(f"{error}{hint}") from None
 
 
 class ActivationOffload:
@@ -135,7 +145,7 @@ class ActivationOffload:
         # is not moved for another, or it would be in both places.
         self._known: weakref.WeakValueDictionary[tuple[int, ...], Offloaded | torch.Tensor]
         self._known = weakref.WeakValueDictionary()
-        self._leaving: Window[weakref.ref[Offloaded]] = Window()
+        self._leaving: Window[Leaving] = Window()
         self._arriving: Window[streamlap.Transfer] = Window(2)  # one is ahead, the host another
         self._here: Window[weakref.ref[Offloaded]] = Window(2)
         self._died: deque[int] = deque()  # destructors take no lock
@@ -143,6 +153,10 @@ class ActivationOffload:
         self._task = -1
         self._count = {"moved": 0, "moved_bytes": 0, "shared": 0, "stayed": 0, "fetched": 0}
         self._held = self._peak = 0
+        self._arguments = ("hide" if isinstance(budget, Pace) else budget, min_bytes, keep)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return offload_activations, self._arguments  # a copy has moved nothing
 
     @uncompiled
     def __enter__(self) -> ActivationOffload:
@@ -161,8 +175,14 @@ class ActivationOffload:
     @uncompiled
     def __exit__(self, *error: object) -> None:
         blocks = self._blocks
+        if not blocks.open:
+            raise streamlap.InvalidArgument(
+                "this thread has no block of offload_activations() open"
+            )
         hooks, begin = blocks.open.pop()
         hooks.__exit__(*error)
+        with self._lock:
+            self._forget()
         if blocks.open or blocks.choice is None:
             return
         choice, blocks.choice, blocks.least = blocks.choice, None, self._least
@@ -180,8 +200,8 @@ class ActivationOffload:
         alone. ``held_bytes`` are on the host now, ``peak_bytes`` at most so far. Thread-safe.
         """
         with self._lock:
-            self._count_dead()
-            return self._count | {"held_bytes": self._held, "peak_bytes": self._peak}
+            self._forget()
+            return self._count | {"held_bytes": self._in_use(), "peak_bytes": self._peak}
 
     # -- forward
 
@@ -229,18 +249,19 @@ class ActivationOffload:
     def _send(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
     ) -> Offloaded | None:
-        self._count_dead()
-        self._arriving.clear()  # of a backward that failed
-        if self._budget is not None and self._held + nbytes > self._budget:
-            return None
-        if self._pace is not None:
-            choice = self._blocks.choice
-            if choice is None or not choice.takes(tensor.nbytes, nbytes):
+        if self._budget is not None and self._in_use() + nbytes > self._budget:
+            self._forget()
+            if self._in_use() + nbytes > self._budget:
                 return None
+        choice = self._blocks.choice
+        if self._pace is not None and (choice is None or not choice.takes(tensor.nbytes, nbytes)):
+            return None
         try:
             timed = None if self._pace is None else True  # the pace is made of these times
             memory = Offloaded(tensor, storage, first, nbytes, self._died, timed)
         except streamlap.PoolExhausted as error:
+            if choice is not None:
+                choice.gives_back(nbytes)
             if not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -249,10 +270,10 @@ class ActivationOffload:
                 )
             return None
         self._held += nbytes
-        self._peak = max(self._peak, self._held)
+        self._peak = max(self._peak, self._in_use())
         self._count["moved"] += 1
         self._count["moved_bytes"] += nbytes
-        self._leaving.add(weakref.ref(memory), nbytes)
+        self._leaving.add(memory.leaving, nbytes)
         self._let_go()
         return memory
 
@@ -262,24 +283,31 @@ class ActivationOffload:
         ``wanted``: of backward, which has use for these and waits for none.
         """
         while len(self._leaving):
-            memory = self._leaving.oldest()()
+            oldest = self._leaving.oldest()
+            memory = oldest.memory()
+            if wanted is None and self._leaving.full():
+                oldest.wait_until_left()
+            elif not oldest.left() or (wanted is not None and memory in wanted):
+                return
             if memory is not None:
-                if wanted is None and self._leaving.full():
-                    memory.wait_until_left()
-                elif not memory.left() or (wanted is not None and memory in wanted):
-                    return
                 self._note_pace(memory)
                 memory.source = None
             self._leaving.pop()
+
+    def _forget(self) -> None:
+        """Let go of copies for nobody, as of a graph that was dropped, that are done."""
+        self._leaving.drop(lambda one: one.memory() is None and one.left())
 
     def _note_pace(self, memory: Offloaded) -> None:
         if self._pace is not None and not memory.measured:
             memory.measured = True
             self._pace.copied(memory.nbytes, memory.seconds())
 
-    def _count_dead(self) -> None:
+    def _in_use(self) -> int:
+        """Return the bytes on the host, those included that are copied for nobody any more."""
         while self._died:
             self._held -= self._died.popleft()
+        return self._held + self._leaving.nbytes(lambda one: one.orphan is not None)
 
     # -- backward
 
@@ -291,16 +319,18 @@ class ActivationOffload:
         memory = packed.memory
         check_version(packed.version, (packed.dtype, packed.shape, memory.device))
         with self._lock:
-            self._expect_the_end()
-            if memory.source is not None:
-                flat = memory.source
-                if self._pace is not None and memory.left():
-                    self._note_pace(memory)
+            in_backward = self._expect_the_end()
+            flat = memory.source
+            back = None if flat is not None else memory.way_back() or self._fetch(memory)
+            if flat is not None and self._pace is not None and memory.left():
+                self._note_pace(memory)
+            if in_backward:
                 self._fetch_ahead(packed.position)
             else:
-                back = memory.way_back() or self._fetch(memory)
-                self._fetch_ahead(packed.position)
+                self._arriving.clear()
+            if back is not None:
                 flat = memory.arrive(back, self._task)
+            assert flat is not None
         view = torch.empty(0, dtype=packed.dtype, device=flat.device)
         start = flat.storage_offset() // packed.dtype.itemsize
         view.set_(flat.untyped_storage(), start + packed.offset, packed.shape, packed.stride)
@@ -309,16 +339,32 @@ class ActivationOffload:
         alias.data = view
         return alias
 
-    def _expect_the_end(self) -> None:
-        """Let the end of this backward let go of what it has fetched."""
-        task = torch._C._current_graph_task_id()
+    def _expect_the_end(self) -> bool:
+        """Let the end of this backward let go of what it has fetched; False: there is none."""
+        task = current_task()
         if task not in (-1, self._task):
             self._task = task
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end)
+            End(lambda _inside: self._end(), self._fail)
+        return task != -1
 
-    @uncompiled
     def _end(self) -> None:
+        with self._lock:
+            self._arriving.clear()
+            self._forget()
+            under_way = [one.orphan for one in self._leaving if one.orphan is not None]
+        # Nobody may call again for long.
+        me = weakref.ref(self)
+
+        def forget(_done: streamlap.Transfer) -> None:
+            this = me()
+            if this is not None:
+                with this._lock:
+                    this._forget()
+
+        for copy in under_way:
+            copy.add_done_callback(forget)
+
+    def _fail(self) -> None:
         with self._lock:
             self._arriving.clear()
 
@@ -362,6 +408,11 @@ class ActivationOffload:
     def _fetch(self, memory: Offloaded) -> streamlap.Transfer:
         while len(self._arriving) and (self._arriving.full() or self._arriving.oldest().done()):
             self._arriving.pop().result()  # site: activations.bound_arriving
+        while len(self._here):
+            oldest = self._here.oldest()()
+            if oldest is not None and oldest.here:
+                break
+            self._here.pop()
         back = memory.fetch()
         self._arriving.add(back, memory.nbytes)
         self._count["fetched"] += 1
@@ -380,7 +431,7 @@ def _movable_range(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
-    if tensor.device.type not in ("cpu", "cuda") or torch._C._current_graph_task_id() != -1:
+    if tensor.device.type not in ("cpu", "cuda") or current_task() != -1:
         return None
     nbytes, storage = tensor.nbytes, tensor.untyped_storage()
     whole = storage.nbytes()

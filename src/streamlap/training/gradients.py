@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import weakref
 from collections import Counter, deque
@@ -63,7 +64,8 @@ def stream_gradients(
         InvalidType: no module and no parameters, or a module under DDP or FSDP1, which reduce
             gradients elsewhere: for DDP there is :func:`streamlap.training.ddp_comm_hook`.
         InvalidArgument: no parameters, none that requires grad, one that is no leaf, is on a device
-            that is not served, has a hook of ours already, or sizes that are none.
+            that is not served, has a hook of ours already, a dtype of whole numbers, or sizes that
+            are none.
 
     In ``backward()``: InvalidArgument with ``create_graph=True``, for a parameter that has moved
     to another device since, or if a hook before ours took the gradient; UnsupportedTensor for a
@@ -286,13 +288,24 @@ class _Sum(Arrival):
     def __init__(self, latest: Arrival, total: Future[torch.Tensor]) -> None:
         super().__init__(latest.name, latest.turn)
         self._total = total
-        self._latest = latest
+        self._latest: Arrival | None = latest  # until it is added: nobody needs it after that
+        self._order = math.inf
+        me = weakref.ref(self)
+
+        def added(_total: Future[torch.Tensor]) -> None:
+            this = me()
+            if this is not None:
+                this._order, this._latest = this.order(), None
+
+        total.add_done_callback(added)
 
     def travels(self) -> bool:
-        return self._latest.travels()
+        latest = self._latest
+        return latest is None or latest.travels()
 
     def order(self) -> float:
-        return self._latest.order()
+        latest = self._latest
+        return self._order if latest is None else latest.order()
 
     def done(self) -> bool:
         return self._total.done()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -30,6 +32,9 @@ class Window(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def __iter__(self) -> Iterator[T]:
+        return iter([item for item, _nbytes in self._items])
+
     def add(self, item: T, nbytes: int) -> None:
         """Add one as the youngest."""
         self._items.append((item, nbytes))
@@ -45,6 +50,17 @@ class Window(Generic[T]):
         self._bytes -= nbytes
         return item
 
+    def nbytes(self, which: Callable[[T], bool]) -> int:
+        """Return the bytes of some of them."""
+        return sum(nbytes for item, nbytes in self._items if which(item))
+
+    def drop(self, which: Callable[[T], bool]) -> None:
+        """Take some of them out."""
+        items = [pair for pair in self._items if not which(pair[0])]
+        if len(items) < len(self._items):
+            self._items = deque(items)
+            self._bytes = sum(nbytes for _item, nbytes in items)
+
     def clear(self) -> None:
         """Forget them all."""
         self._items.clear()
@@ -55,6 +71,35 @@ class Window(Generic[T]):
         return len(self._items) > self._scale * COUNT and self._bytes > self._scale * BYTES
 
 
+class Leaving:
+    """A copy to the host, as long as it has not been seen to be done.
+
+    Attributes:
+        memory: what is copied, weakly.
+        orphan: the copy, if it was under way when the last user of the memory died: what it reads
+            and writes is in use until it is done.
+    """
+
+    def __init__(self, memory: Offloaded) -> None:
+        self.memory = weakref.ref(memory)
+        self.orphan: streamlap.Transfer | None = None
+
+    def left(self) -> bool:
+        """Return whether it is done."""
+        memory = self.memory()
+        copy = self.orphan if memory is None else memory.out
+        return copy is None or copy.done()
+
+    def wait_until_left(self) -> None:
+        """Block until it is done; raise its error if somebody needs it."""
+        memory = self.memory()
+        copy = self.orphan if memory is None else memory.out
+        if copy is not None:
+            error = copy.exception()  # site: activations.bound_leaving
+            if error is not None and memory is not None:
+                raise error
+
+
 class Offloaded:
     """A range of a tensor's memory, copied to the host; whoever saved it shares it.
 
@@ -62,6 +107,8 @@ class Offloaded:
         root: the tensor whose memory it is, weakly: while it lives, unwritten, the copy is good.
         nbytes: of the range.
         source: the memory on the device, until the copy has gone past.
+        out: the copy to the host.
+        leaving: the same, as who bounds how many there are sees it.
         measured: the time of the copy was noted.
         users: how many saved tensors lie in it.
         device: the tensor's.
@@ -94,27 +141,28 @@ class Offloaded:
         self._context = contextvars.copy_context()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(storage, first, (nbytes,), (1,))
-        self._out = streamlap.to_cpu(
+        self.out = streamlap.to_cpu(
             flat, timed=timed, chunk_bytes=streamlap.policy().bulk_chunk_bytes
         )
         self.source = flat
+        self.leaving = Leaving(self)
         self._died = died
 
     def __del__(self) -> None:
-        if self._died is not None:
-            self._died.append(self.nbytes)
+        if self._died is None:
+            return
+        self._died.append(self.nbytes)
+        with contextlib.suppress(Exception):  # in a forked child nothing can be asked
+            if self.source is not None and not self.out.done():
+                self.leaving.orphan = self.out
 
     def left(self) -> bool:
         """Return whether the copy to the host is done."""
-        return self._out.done()
+        return self.out.done()
 
     def seconds(self) -> float:
         """Return how long the copy to the host took; it must be done, and timed. 0: it failed."""
-        return self._out.elapsed()
-
-    def wait_until_left(self) -> None:
-        """Block until the copy to the host is done."""
-        self._out.result()  # site: activations.bound_leaving
+        return self.out.elapsed()
 
     @property
     def here(self) -> bool:
@@ -123,7 +171,7 @@ class Offloaded:
 
     def fetch(self) -> streamlap.Transfer:
         """Start the way back, for the current stream."""
-        host = self._out.result()  # site: activations.read_host
+        host = self.out.result()  # site: activations.read_host
         self._stream = _current(self.device)
         self._back = self._context.run(_to_device, host, self.device)
         return self._back

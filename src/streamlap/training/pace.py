@@ -110,6 +110,10 @@ class Choice:
         self._taken = taken
         return True
 
+    def gives_back(self, nbytes: int) -> None:
+        """Take less: there was no memory for what :meth:`takes` said."""
+        self._taken -= nbytes
+
 
 class Spread:
     """Chooses, of all that a block offers, what adds up to a budget: large ones, evenly.

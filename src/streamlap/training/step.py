@@ -53,6 +53,11 @@ class Gradients:
     def __init__(self, names: list[str], dtype: torch.dtype | None) -> None:
         self._names = names
         self._dtype = as_dtype(dtype)
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise streamlap.InvalidArgument(
+                f"gradients as {dtype} would be rounded to whole numbers: dtype must be a "
+                "floating-point type"
+            )
         self._changed = threading.Condition()  # reentrant: a pass may be dropped anywhere
         self._step = Step()
         self._coming: Step | None = None  # that an iteration already waits for
