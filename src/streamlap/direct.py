@@ -102,7 +102,6 @@ class TensorTransfer(Transfer):
     _error: Exception | None = None
     _modified: str | None = None
     _dst: torch.Tensor | None = None
-    _returned = False  # the source, because the copy was seen to be done
 
     def __init__(
         self,
@@ -148,7 +147,6 @@ class TensorTransfer(Transfer):
         if isinstance(source, torch.Tensor):
             if version is not None and version_of(source) != version:
                 return None
-            self._returned = True  # for one who is making the parts
             with _making:
                 if self.__dict__.get("_made") is not made:
                     return None
@@ -172,13 +170,14 @@ class TensorTransfer(Transfer):
             return
         self._lock = threading.Lock()
         self._leaves = [Copied(self._dst, False, None, part)]
-        self._borrowed = []
-        if isinstance(source, torch.Tensor):
-            self._borrowed.append(Source(source, False, version))
+        self._borrowed = (
+            [Source(source, False, version)] if isinstance(source, torch.Tensor) else []
+        )
         self._nbytes = self._dst.nbytes
         self._parts = [part]
-        del self._made, self._dst  # what is borrowed is let go of with the rest
-        if self._returned:  # a finalizer that ran just now has asked whether it is done
+        del self._dst
+        source = self.__dict__.pop("_made")[2]  # what is borrowed is let go of with the rest
+        if isinstance(source, torch.dtype):  # a finalizer that ran just now has seen it done
             self._borrowed = []
 
 

@@ -323,7 +323,8 @@ def memory_ahead(
     """
     in_all: Counter[int] = Counter()
     for parameter in reversed(parameters):
-        shard = getattr(parameter, "to_local", lambda one=parameter: one)()  # of FSDP2's
+        to_local = getattr(parameter, "to_local", None)  # FSDP2's have one
+        shard = parameter if to_local is None else to_local()
         block = shard.numel() * (dtype or shard.dtype).itemsize
         if block >= max(min_bytes, AHEAD_BYTES):
             in_all[block] += block

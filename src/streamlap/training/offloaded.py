@@ -86,18 +86,20 @@ class Leaving:
 
     def left(self) -> bool:
         """Return whether it is done."""
-        memory = self.memory()
-        copy = self.orphan if memory is None else memory.out
+        copy = self._copy()
         return copy is None or copy.done()
 
     def wait_until_left(self) -> None:
         """Block until it is done; raise its error if somebody needs it."""
-        memory = self.memory()
-        copy = self.orphan if memory is None else memory.out
+        copy = self._copy()
         if copy is not None:
             error = copy.exception()  # site: activations.bound_leaving
-            if error is not None and memory is not None:
+            if error is not None and copy is not self.orphan:
                 raise error
+
+    def _copy(self) -> streamlap.Transfer | None:
+        memory = self.memory()
+        return self.orphan if memory is None else memory.out
 
 
 class Offloaded:
