@@ -627,6 +627,70 @@ def test_the_pace_of_real_blocks(where):
     assert offload._pace._bytes > 0
 
 
+def budgets_of(known, seconds):
+    """The budget after each block of so many seconds."""
+    found = []
+    for length in seconds:
+        begin = Moment()
+        Moment.now += length
+        known.block(begin, Moment())
+        Moment.now += 1
+        found.append(known.budget())
+    return found
+
+
+def test_a_budget_follows_large_changes_only():
+    known = pace.Pace()
+    known.copied(10_000, 0.0)  # of a copy that has failed
+    assert budgets_of(known, [1, 1]) == [pace.PROBE] * 2
+    known.copied(1000, 1.0)
+    assert budgets_of(known, [1, 0.97, 0.96]) == [900] * 3
+    assert budgets_of(known, [0.9]) == [810]
+
+
+def test_a_short_block_is_forgotten():
+    known = pace.Pace()
+    known.copied(1000, 1.0)
+    assert budgets_of(known, [1, 0.5])[-1] == 450
+    assert budgets_of(known, [1] * pace.RECENT) == [450] * (pace.RECENT - 1) + [900]
+
+
+def test_a_full_pool_takes_nothing_of_what_is_to_be_hidden(monkeypatch):
+    to_cpu, calls = streamlap.to_cpu, []
+
+    def full_at_first(*arguments, **how):
+        calls.append(1)
+        if len(calls) == 1:
+            raise streamlap.PoolExhausted("full", 1, 1)
+        return to_cpu(*arguments, **how)
+
+    monkeypatch.setattr(streamlap, "to_cpu", full_at_first)
+    monkeypatch.setattr(pace, "PROBE", 1)  # nothing fits but the one that is measured
+    x = batch_of("cpu").requires_grad_()
+    offload = offload_activations("hide", min_bytes=1)
+    with pytest.warns(UserWarning, match="pool is full"), offload:
+        chain(x).backward()
+    assert len(calls) == 2
+    assert offload.stats()["moved"] == 1
+
+
+def test_a_copy_that_fails_is_told_to_who_needs_it():
+    class Copy:
+        def exception(self):
+            return KeyError("mine")
+
+    class Memory:
+        out = Copy()
+
+    memory = Memory()
+    leaving = offloaded.Leaving(memory)
+    with pytest.raises(KeyError, match="mine"):
+        leaving.wait_until_left()
+    leaving.orphan = memory.out
+    del memory
+    leaving.wait_until_left()
+
+
 @pytest.mark.parametrize("length", [1, 12])
 def test_one_tensor_a_block_is_enough_to_measure_the_link(where, monkeypatch, length):
     x = batch_of(where).requires_grad_()

@@ -181,8 +181,6 @@ class ActivationOffload:
             )
         hooks, begin = blocks.open.pop()
         hooks.__exit__(*error)
-        with self._lock:
-            self._forget()
         if blocks.open or blocks.choice is None:
             return
         choice, blocks.choice, blocks.least = blocks.choice, None, self._least
