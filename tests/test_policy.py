@@ -11,6 +11,7 @@ from helpers.data import random_bits, random_numbers, same_tree
 import streamlap
 from streamlap import Policy, _native, cli, configure, graphs, panels, tune
 from streamlap import policy as policy_in_force
+from streamlap.checks import LARGEST
 from streamlap.policy import KIB, MIB, for_machine
 from streamlap.sizes import default_pinned_limit
 
@@ -309,3 +310,10 @@ def test_tune_takes_no_options_of_the_suite(arguments, capsys):
         cli.main(["bench", "tune", *arguments])
     assert ended.value.code == 2
     assert "streamlap" in capsys.readouterr().err
+
+
+def test_copies_that_nobody_reads_in_pieces_are_cut_into_larger_ones():
+    policy = policy_in_force()
+    assert policy.bulk_chunk_bytes == 4 * policy.chunk_bytes
+    largest = dataclasses.replace(policy, chunk_bytes=LARGEST)
+    assert largest.bulk_chunk_bytes == LARGEST  # and no more than can be counted

@@ -1,0 +1,286 @@
+"""budget="hide": what is moved, what is measured, and that it is no more than was measured."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from helpers.data import same_bits
+from helpers.saving import batch_of, chain
+from helpers.streams import CopySide, eventually, finish_all
+from helpers.threads import spawn
+
+import streamlap
+from streamlap import offload_activations
+from streamlap.training import activations, pace
+
+
+class Moment:
+    """A mark on a clock that a test sets."""
+
+    now = 0.0
+
+    def __init__(self):
+        self.time = Moment.now
+
+    def passed(self):
+        return self.time < Moment.now
+
+    def until(self, end):
+        return end.time - self.time
+
+
+def test_what_the_block_hides_is_moved_and_no_more(monkeypatch):
+    monkeypatch.setattr(activations, "mark", Moment)
+    monkeypatch.setattr(pace, "PROBE", 4000)
+    x = batch_of("cpu").requires_grad_()  # 1536 bytes
+    expected = torch.autograd.grad(chain(x, 20), x)[0]
+    moved = []
+    # A link of a megabyte a second, and blocks of 20, 10 and again 20 ms; two are only measured.
+    with streamlap.use_runtime("sim", costs={"memcpy": 1e6}):
+        offload = offload_activations("hide", min_bytes=1)
+        for seconds in (0.03, 0.02, 0.01, 0.02, 0.02):
+            before = offload.stats()["moved_bytes"]
+            with offload:
+                loss = chain(x, 20)
+                Moment.now += seconds
+            moved.append(offload.stats()["moved_bytes"] - before)
+            assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+            Moment.now += 1
+    # 0.9 of 20 kB, then of 10 kB.
+    assert moved == [1536 * count for count in (2, 2, 11, 5, 5)]
+
+
+def test_a_block_that_fails_is_not_measured(monkeypatch):
+    monkeypatch.setattr(activations, "mark", Moment)
+    offload = offload_activations("hide", min_bytes=1)
+
+    def fails():
+        with offload:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert offload._pace._blocks == []
+
+
+@pytest.mark.parametrize("fails", ["mark", "budget"])
+def test_a_block_that_cannot_be_measured_leaves_no_hooks(monkeypatch, fails):
+    offload = offload_activations("hide", min_bytes=1)
+
+    def fail(*_arguments):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(
+        *((activations, "mark") if fails == "mark" else (pace.Pace, "budget")), fail
+    )
+    with pytest.raises(RuntimeError, match="no clock"):
+        offload.__enter__()
+    (torch.ones(8, requires_grad=True) * 2).sin()
+    assert offload.stats()["moved"] + offload.stats()["stayed"] == 0
+
+
+def test_the_pace_of_real_blocks(where):
+    x = batch_of(where).requires_grad_()
+    offload = offload_activations("hide", min_bytes=1)
+    for _ in range(4):
+        with offload:
+            loss = chain(x)
+        finish_all(where)
+        loss.backward()
+    finish_all(where)
+    with offload:
+        pass
+    assert offload.stats()["moved"] > 0
+    assert 0 < min(offload._pace._times) < 10
+    assert offload._pace._bytes > 0
+
+
+def budgets_of(known, seconds):
+    """The budget after each block of so many seconds."""
+    found = []
+    for length in seconds:
+        begin = Moment()
+        Moment.now += length
+        known.block(begin, Moment())
+        Moment.now += 1
+        found.append(known.budget())
+    return found
+
+
+def test_a_budget_follows_large_changes_only():
+    known = pace.Pace()
+    known.copied(10_000, 0.0)  # of a copy that has failed
+    assert budgets_of(known, [1, 1]) == [pace.PROBE] * 2
+    known.copied(1000, 1.0)
+    assert budgets_of(known, [1, 0.97, 0.96]) == [900] * 3
+    assert budgets_of(known, [0.9]) == [810]
+
+
+def test_a_short_block_is_forgotten():
+    known = pace.Pace()
+    known.copied(1000, 1.0)
+    assert budgets_of(known, [1, 0.5])[-1] == 450
+    assert budgets_of(known, [1] * pace.RECENT) == [450] * (pace.RECENT - 1) + [900]
+
+
+def test_a_full_pool_takes_nothing_of_what_is_to_be_hidden(monkeypatch):
+    to_cpu, calls = streamlap.to_cpu, []
+
+    def full_at_first(*arguments, **how):
+        calls.append(1)
+        if len(calls) == 1:
+            raise streamlap.PoolExhausted("full", 1, 1)
+        return to_cpu(*arguments, **how)
+
+    monkeypatch.setattr(streamlap, "to_cpu", full_at_first)
+    monkeypatch.setattr(pace, "PROBE", 1)  # nothing fits but the one that is measured
+    x = batch_of("cpu").requires_grad_()
+    offload = offload_activations("hide", min_bytes=1)
+    with pytest.warns(UserWarning, match="pool is full"), offload:
+        chain(x).backward()
+    assert len(calls) == 2
+    assert offload.stats()["moved"] == 1
+
+
+@pytest.mark.parametrize("length", [1, 12])
+def test_one_tensor_a_block_is_enough_to_measure_the_link(where, monkeypatch, length):
+    x = batch_of(where).requires_grad_()
+    monkeypatch.setattr(pace, "PROBE", x.nbytes)
+    offload = offload_activations("hide", min_bytes=1)
+    for _ in range(pace.PROBES):
+        copies = CopySide(where)
+        gate = copies.hold()  # what is moved is still there when backward asks for it
+        with offload:
+            loss = chain(x, length)
+        gate.open()
+        finish_all(where)
+        for memory in list(offload._all.values()):
+            assert eventually(memory.left)
+        del memory
+        loss.backward()
+    finish_all(where)
+    assert offload.stats()["moved"] == pace.PROBES
+    assert offload._pace.knows_link()
+    assert offload._pace._bytes == pace.PROBES * x.nbytes  # each once
+    assert offload._pace.budget() != x.nbytes
+
+
+def test_what_is_to_be_hidden_is_chosen_evenly_and_alike(monkeypatch):
+    monkeypatch.setattr(activations, "mark", Moment)
+    monkeypatch.setattr(pace, "PROBE", 2000)
+    x = batch_of("cpu").requires_grad_()  # 1536 bytes
+    places = []
+    with streamlap.use_runtime("sim", costs={"memcpy": 1e6}):
+        moved = []  # before each tensor that is offered
+        offload = offload_activations(
+            "hide", min_bytes=1, keep=lambda _tensor: moved.append(offload.stats()["moved"])
+        )
+        for seconds in (0.02, 0.01, 0.0102, 0.0098, 0.01):  # 9 kB, and a little more or less
+            moved.clear()
+            with offload:
+                loss = chain(x, 20)
+                Moment.now += seconds
+            loss.backward()
+            Moment.now += 1
+            moved.append(offload.stats()["moved"])
+            places.append([i for i, (a, b) in enumerate(itertools.pairwise(moved)) if a < b])
+    assert places[2] == places[3] == places[4]
+    gaps = [b - a for a, b in itertools.pairwise(places[2])]
+    assert len(gaps) == 4
+    assert max(gaps) - min(gaps) <= 1
+
+
+def offer(spread, budget, sizes, measures=False):
+    choice = spread.begin(budget, measures)
+    taken = [size for size in sizes if size >= choice.least and choice.takes(size, size)]
+    spread.end(choice)
+    return taken
+
+
+def test_large_tensors_are_preferred_as_long_as_there_are_enough():
+    spread = pace.Spread(1)
+    block = [4, 50, 30, 1, 30, 30, 7, 30] * 3
+    offer(spread, 20, block)  # it is looked at
+    assert offer(spread, 100, block) == [30, 30, 30]
+    assert spread.begin(100).least == 30
+    # What is larger than the budget is no reason to take less of the others.
+    assert [offer(spread, 100, [500, *block]) for _ in range(3)] == [[30, 30, 30]] * 3
+    # A quarter of the budget is the most where there are enough of those.
+    others = pace.Spread(1)
+    offer(others, 20, [50, 10, 10, 10] * 30)
+    assert offer(others, 100, [50, 10, 10, 10] * 30) == [10] * 10
+    # A link that nobody knows is measured with the first that comes.
+    assert offer(pace.Spread(1), 20, [64, 5, 30], measures=True) == [64]
+    # All of it is less than twice the budget: nothing is too small.
+    assert sum(offer(spread, 400, block)) > 380
+    assert spread.begin(400).least == 1
+    # Other sizes: all are offered once, then the large ones again.
+    spread = pace.Spread(1)
+    offer(spread, 20, block)
+    offer(spread, 100, block)
+    smaller = [2, 25, 15] * 10
+    assert offer(spread, 100, smaller) == []
+    assert spread.begin(100).least == 1
+    assert sum(offer(spread, 100, smaller)) <= 100
+    assert set(offer(spread, 100, smaller)) == {25}
+    assert spread.begin(100).least == 25
+
+
+def several_sizes(x):
+    """Saves 200 kB at once, and 30 times 4 kB and 1 kB."""
+    large, h, s = (x.repeat(50) * 2).sin().sum(), x * 2, x[:250] * 2
+    for _ in range(30):
+        h, s = h.sin(), s.sin()
+    return large + h.sum() + s.sum()
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "half", "nested", "error", "threads"])
+def test_a_budget_that_is_to_be_hidden_is_kept_whatever_comes_between(between, monkeypatch):
+    x = torch.rand(1000).requires_grad_()
+    offload = offload_activations("hide", min_bytes=1)
+    with offload:
+        several_sizes(x).backward()  # the link is measured
+    monkeypatch.setattr(offload._pace, "budget", lambda: 40_000)
+
+    def other():
+        if between == "half":
+            before = offload.stats()["moved_bytes"]
+            with offload:
+                several_sizes(x[:500]).backward()  # a quarter of it
+            assert offload.stats()["moved_bytes"] - before <= 40_000
+        if between == "evaluation":
+            with offload, torch.no_grad():
+                several_sizes(x)
+        if between == "nested":
+            with offload:
+                pass
+        if between == "error":
+            with contextlib.suppress(KeyError), offload:
+                x.sin().sum()
+                raise KeyError
+        if between == "threads":
+            with offload:
+                x[:1].sin().sum()
+
+    moved = []
+    for _ in range(6):
+        before = offload.stats()["moved_bytes"]
+        measured = len(offload._pace._blocks)
+        with offload:
+            loss = several_sizes(x)
+            if between == "nested":
+                other()
+            if between == "threads":  # their own blocks, while this one is open
+                spawn(other, []).join()
+                spawn(other, []).join()
+            loss = loss + several_sizes(x)
+        loss.backward()
+        moved.append(offload.stats()["moved_bytes"] - before)
+        if between not in ("nested", "threads"):
+            other()
+        ran = len(offload._pace._blocks) - measured
+        assert ran == {"half": 2, "threads": 1}.get(between, 1)
+    assert all(0 < nbytes <= 40_000 for nbytes in moved)
+    if between not in ("half", "threads"):
+        assert set(moved[2:]) == {40_000}
