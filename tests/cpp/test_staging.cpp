@@ -376,7 +376,7 @@ ON_EACH_THREADED_RUNTIME(a_ring_that_is_configured_anew_serves_what_comes_later)
     const Leaf after(lab, direction, size, 2);
     auto first = engine.submit(staged(before));
     REQUIRE(first->issued_for(patience));
-    engine.configure_staging({2 * slot, 2, 3, 1});
+    engine.configure_staging({3 * slot, 2, 3, 1});
     auto second = engine.submit(staged(after));
     CHECK(!second->issued_for(moment));  // it waits for the slots of the first
     CHECK_EQ(engine.staging_bytes(), 2 * slot);
@@ -385,7 +385,9 @@ ON_EACH_THREADED_RUNTIME(a_ring_that_is_configured_anew_serves_what_comes_later)
     CHECK(in_time(*second));
     CHECK(before.right());
     CHECK(after.right());
-    CHECK_EQ(engine.staging_bytes(), 4 * slot);
+    // One slot is enough where it comes back before the next piece asks for one.
+    const std::size_t bytes = engine.staging_bytes();
+    CHECK(bytes == 3 * slot || bytes == 6 * slot);
   }
 }
 
