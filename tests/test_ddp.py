@@ -21,7 +21,7 @@ from streamlap.training import DDPGradients, ddp_comm_hook
 PROGRAM = Path(__file__).parent / "programs" / "reduced_gradients.py"
 
 
-def run_processes(count, kind):
+def run_processes(count, kind, **environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(count), str(PROGRAM), kind]
     paths = os.pathsep.join(filter(None, sys.path))
@@ -30,7 +30,7 @@ def run_processes(count, kind):
         capture_output=True,
         text=True,
         timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment,
     )
     right = [line for line in done.stdout.splitlines() if line.startswith("right ")]
     assert sorted(right) == [f"right {rank}" for rank in range(count)], done
@@ -45,6 +45,17 @@ def test_processes_on_cpus(count):
 @pytest.mark.gpu
 def test_a_process_on_a_gpu():
     run_processes(1, "cuda")
+
+
+@pytest.mark.gpu
+def test_processes_that_share_a_gpu():
+    """NCCL with more than one process where there is one GPU: as if each had a host of its own.
+
+    NCCL refuses two processes of one host on one GPU; with host names that differ it goes by
+    way of the network, here the loopback device.
+    """
+    network = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+    run_processes(2, "cuda-shared", **network)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """One process of several: gradients that DDP or FSDP2 has reduced, on the host.
 
-``torchrun --nproc-per-node 2 reduced_gradients.py cpu|cuda``. Prints "right RANK" at the end;
-whatever is wrong is an exception.
+``torchrun --nproc-per-node 2 reduced_gradients.py cpu|cuda|cuda-shared``: on CPUs, each process
+on a GPU of its own, or all on the first GPU. Prints "right RANK" at the end; whatever is wrong is
+an exception.
 """
 
 import copy
@@ -155,10 +156,12 @@ def fsdp(device):
 def main():
     kind = sys.argv[1]
     device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if kind == "cuda-shared":
+        os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]
+    if kind != "cpu":
+        device = torch.device("cuda", 0 if kind == "cuda-shared" else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl")
     try:
         for program in (ddp, ddp_without_sync, ddp_compressed, fsdp):
             program(device)
