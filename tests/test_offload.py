@@ -992,6 +992,35 @@ def test_what_has_not_left_yet_is_used_as_it_is(where):
     assert offload.stats()["fetched"] == 0
 
 
+def test_what_was_used_while_it_was_copied_is_let_go_of_in_backward(where):
+    """Not only at its end: what forward saves last, as the logits, may be the largest of all."""
+    x = batch_of(where).requires_grad_()
+    offload = offload_activations(min_bytes=1)
+    copies = CopySide(where)
+    finish_all(where)
+    gate = copies.hold()
+    made, alive = [], []
+
+    def copies_end(_grad):
+        alive.append(sum(ref.alive() for ref in made[4:]))
+        gate.open()
+        copies.native.synchronize()
+
+    with offload:
+        h = x * 2
+        for index in range(8):
+            h = h.sin()
+            made.append(MemoryRef(h.untyped_storage()))
+            if index == 3:
+                h.register_hook(copies_end)
+            if index == 1:
+                h.register_hook(lambda _grad: alive.append(sum(r.alive() for r in made[4:])))
+        loss = h.sum()
+        del h
+    loss.backward()
+    assert alive == [3, 0]  # the last one's cosine is of the one before
+
+
 def test_a_producer_that_is_late_is_waited_for(where, monkeypatch):
     """The copy follows the stream that makes the tensor, however late that one is."""
     x = random_numbers((64, 64), where=where).requires_grad_()

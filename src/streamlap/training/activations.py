@@ -318,6 +318,7 @@ class ActivationOffload:
         check_version(packed.version, (packed.dtype, packed.shape, memory.device))
         with self._lock:
             in_backward = self._expect_the_end()
+            self._forget()  # what was used while it was copied may be much
             flat = memory.source
             back = None if flat is not None else memory.way_back() or self._fetch(memory)
             if flat is not None and self._pace is not None and memory.left():
