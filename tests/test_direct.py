@@ -48,6 +48,23 @@ def test_bits_shape_and_dtype(start, shape, dtype):
     assert transfer.nbytes == source.nbytes
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.transpose(0, 1),
+        lambda x: x.permute(3, 0, 2, 1),
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x[:, :1].contiguous(memory_format=torch.channels_last),
+        lambda x: x[1:].permute(2, 3, 1, 0),
+    ],
+)
+def test_a_dense_tensor_comes_with_its_strides(start, view):
+    source = view(random_bits((3, 4, 5, 6)))
+    result = start(source).result()
+    assert same_bits(result, source)
+    assert result.stride() == source.stride() == streamlap.to_cpu(source).result().stride()
+
+
 def test_it_starts_after_its_producer_and_keeps_both_ends(start):
     source = random_bits((300, 5))
     expected = source.clone()
@@ -192,7 +209,7 @@ def test_the_limit_is_kept_and_waits_for_what_comes_home(start):
 def test_what_is_to_go_another_way(start):
     z = torch.randn(6, 6, dtype=torch.complex64)
     wrapped = torch.func.vmap(lambda row: [others.append(start(row)), row][1])
-    others = [start(z.t()), start(z[:, 1:]), start(z[:0]), start(z.conj())]
+    others = [start(z[:1].expand(6, 6)), start(z[:, 1:]), start(z[:0]), start(z.conj())]
     others += [
         start(z.conj().imag[0, :1]),
         start(torch.eye(3).to_sparse()),

@@ -98,6 +98,28 @@ def test_earlier_results_are_one_range_again(where, quick):
     assert _native.block_around(torch.ones(3).data_ptr(), place_of(tree[0].device).runtime) is None
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_leaves_may_lie_in_any_order(where, dtype):
+    """As gradients of convolutions do in channels_last: they go with the others."""
+    made = [random_numbers((4, 3, 2, 5), where=where) for _ in range(12)]
+    tree = [x.contiguous(memory_format=torch.channels_last) for x in made[:4]]
+    tree += [*(x.permute(3, 1, 0, 2) for x in made[4:8]), *made[8:]]
+    transfer = to_cpu(tree, dtype=dtype)
+    assert transfer.stats()["paths"] == ["gather"]
+    results = transfer.result()
+    assert same_tree(results, [leaf.to("cpu", dtype=dtype) for leaf in tree])
+    assert [leaf.stride() for leaf in results] == [leaf.stride() for leaf in tree]
+    outs = [torch.empty_like(leaf) for leaf in results]
+    assert same_tree(to_cpu(tree, dtype=dtype, out=outs).result(), results)
+    outs = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in results]  # of other strides
+    assert same_tree(to_cpu(tree, dtype=dtype, out=outs).result(), results)
+    if where != "cpu":
+        back = to_device(results, where).result()
+        assert same_tree([leaf.cpu() for leaf in back], results)
+    with_gaps = [*tree, made[0][..., ::2]]
+    assert same_tree(to_cpu(with_gaps).result(), [leaf.cpu() for leaf in with_gaps])
+
+
 # -- what a row knows
 
 
@@ -105,7 +127,10 @@ def test_a_row_says_what_the_tensors_say():
     tensors = mixed()
     row = _native.TensorRow.of(tensors)
     assert row.device == -1
-    assert row.contiguous
+    assert row.dense
+    assert _native.TensorRow.of([torch.ones(2, 3, 4).permute(2, 0, 1), torch.ones(0, 3).t()]).dense
+    for gaps in (torch.ones(4)[::2], torch.ones(1).expand(3), torch.ones(3, 4)[:, 1:].t()):
+        assert not _native.TensorRow.of([gaps]).dense
     assert row.has_complex
     assert row.has_empty
     assert row.nbytes == sum(tensor.nbytes for tensor in tensors)

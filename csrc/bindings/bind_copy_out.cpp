@@ -135,7 +135,7 @@ class ShortWay {
     const bool on_gpu = lies.device.type == dlpack::cuda;
     if (!on_gpu && !stream) return py::none();
     const std::optional<std::size_t> bytes = bytes_of(lies);
-    if (!bytes || *bytes == 0 || !is_contiguous(lies) || address_of(lies) == 0) return py::none();
+    if (!bytes || *bytes == 0 || !is_dense(lies) || address_of(lies) == 0) return py::none();
     const auto index = static_cast<std::size_t>(lies.device.index);
     if (index >= served_.size() || !served_[index].engine) return py::int_(lies.device.index);
     const Served served = served_[index];  // another thread may add one meanwhile
@@ -152,8 +152,9 @@ class ShortWay {
     Started started = streamlap::bindings::start(served.engine, *served.pool, lies.device.index,
                                                  *stream, std::move(item), chunk, notes, alias);
     auto made = std::make_unique<PyTransfer>(served.engine, std::move(started.transfer));
-    made->give_block(std::move(started.block), lies.dtype,
-                     std::vector<std::int64_t>(lies.shape, lies.shape + lies.ndim));
+    std::vector<std::int64_t> dims(lies.shape, lies.shape + lies.ndim);
+    dims.insert(dims.end(), lies.strides, lies.strides + lies.ndim);
+    made->give_block(std::move(started.block), lies.dtype, std::move(dims));
     return py::make_tuple(std::move(made), served.place, alias, version, inference);
   }
 

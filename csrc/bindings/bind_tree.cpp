@@ -74,8 +74,8 @@ std::optional<Element> element_of(const dlpack::DataType& dtype) {
   return std::nullopt;
 }
 
-// A plan between the tensors of `far`, all contiguous, and one range, with the dtypes of `near`
-// where that is given: those of `far`, or such as a move casts between. Where `near` has addresses,
+// A plan between the tensors of `far`, all dense, and one range, with the dtypes of `near` where
+// that is given: those of `far`, or such as a move casts between. Where `near` has addresses,
 // the range is the one around them.
 std::shared_ptr<TreePlan> make_plan_of_rows(const TensorRow& far, const TensorRow* near,
                                             bool gathers, unsigned blocks, unsigned cast_blocks,

@@ -56,23 +56,23 @@ class PyTransfer {
   void set_complete() { open_.reset(); }
 
   // The memory that it fills, with what a tensor there is like, for whoever asks first. Nobody, and
-  // it goes with the transfer.
+  // it goes with the transfer. `dims`: the sizes, then the strides.
   void give_block(std::unique_ptr<PyBlock> block, dlpack::DataType dtype,
-                  std::vector<std::int64_t> shape) {
+                  std::vector<std::int64_t> dims) {
     block_ = std::move(block);
     dtype_ = dtype;
-    shape_ = std::move(shape);
+    dims_ = std::move(dims);
   }
-  // That tensor, contiguous. After an error it can be asked for again.
+  // That tensor. After an error it can be asked for again.
   py::object take_result() {
     if (block_) {
       data_ = block_->block()->data();
       owner_ = share(py::cast(std::move(block_)));
     }
     if (!owner_) throw Error(ErrorKind::runtime, "the result was taken before");
-    const dlpack::Tensor lies{data_,  {dlpack::cpu, 0}, static_cast<std::int32_t>(shape_.size()),
-                              dtype_, shape_.data(),    nullptr,
-                              0};
+    const auto ndim = static_cast<std::int32_t>(dims_.size() / 2);
+    const dlpack::Tensor lies{data_,        {dlpack::cpu, 0},    ndim, dtype_,
+                              dims_.data(), dims_.data() + ndim, 0};
     py::object made = new_tensor(lies, owner_);
     owner_.reset();
     return made;
@@ -93,7 +93,7 @@ class PyTransfer {
   SharedObject owner_;  // of what was the block's, once a result was asked for in vain
   void* data_ = nullptr;
   dlpack::DataType dtype_{};
-  std::vector<std::int64_t> shape_;
+  std::vector<std::int64_t> dims_;
   std::optional<StreamRef> open_;  // open-ended and not complete: the stream its last steps are on
 };
 

@@ -30,7 +30,7 @@ bool TensorRow::add(const dlpack::Tensor& tensor) {
   const bool empty = kind.count == 0;
   dims_.insert(dims_.end(), tensor.shape, tensor.shape + tensor.ndim);
   dims_.insert(dims_.end(), tensor.strides, tensor.strides + tensor.ndim);
-  contiguous_ = contiguous_ && (empty || is_contiguous(tensor));
+  dense_ = dense_ && (empty || is_dense(tensor));
   has_complex_ = has_complex_ || tensor.dtype.code == dlpack::code_complex;
   const bool is_integer =
       tensor.dtype.code == dlpack::code_int || tensor.dtype.code == dlpack::code_uint;
@@ -216,7 +216,7 @@ void bind_tensor_row(py::module_& module) {
       .def("copies_of", &TensorRow::copies_of)
       .def_property_readonly("addresses", &TensorRow::addresses)
       .def_property_readonly("device", &TensorRow::device)
-      .def_property_readonly("contiguous", &TensorRow::contiguous)
+      .def_property_readonly("dense", &TensorRow::dense)
       .def_property_readonly("has_complex", &TensorRow::has_complex)
       .def_property_readonly("ambiguous", &TensorRow::ambiguous)
       .def_property_readonly("has_empty", &TensorRow::has_empty)

@@ -49,12 +49,15 @@ class TensorRow {
   std::pair<std::uintptr_t, std::size_t> around() const;
   // Whether no two of these share a byte, nor one of these and one of `sources`.
   bool is_apart(const TensorRow& sources) const;
-  // What CopyEngine::submit takes for each of these from its source: both contiguous.
+  // What CopyEngine::submit takes for each of these from its source: both dense, and they lie
+  // alike.
   py::list copies_of(const TensorRow& sources) const;
 
   const std::shared_ptr<Addresses>& addresses() const noexcept { return addresses_; }
   int device() const noexcept { return device_.type == dlpack::cpu ? -1 : device_.index; }
-  bool contiguous() const noexcept { return contiguous_; }
+  // Whether each fills one range of memory: what lies as it does has its elements in the same
+  // order.
+  bool dense() const noexcept { return dense_; }
   bool has_complex() const noexcept { return has_complex_; }
   // Whether there are integers of a byte: torch has several dtypes of them, DLPack one.
   bool ambiguous() const noexcept { return ambiguous_; }
@@ -80,7 +83,7 @@ class TensorRow {
   std::vector<Kind> kinds_;
   std::vector<std::int64_t> dims_;
   std::shared_ptr<Addresses> addresses_ = std::make_shared<Addresses>();
-  bool contiguous_ = true;
+  bool dense_ = true;
   bool has_complex_ = false;
   bool ambiguous_ = false;
   bool has_empty_ = false;

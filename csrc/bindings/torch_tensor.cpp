@@ -1,8 +1,10 @@
 #include "bindings/torch_tensor.h"
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 #include "base/process.h"
@@ -149,6 +151,15 @@ void let_go(dlpack::ManagedTensor* managed) {
   }
 }
 
+bool is_contiguous(const dlpack::Tensor& lies) {
+  std::int64_t step = 1;
+  for (std::int32_t dim = lies.ndim; dim-- > 0;) {
+    if (lies.shape[dim] != 1 && lies.strides[dim] != step) return false;
+    step *= lies.shape[dim];
+  }
+  return true;
+}
+
 }  // namespace
 
 bool is_torchs(py::handle object, bool parameters) {
@@ -198,11 +209,17 @@ std::optional<std::size_t> bytes_of(const dlpack::Tensor& lies) {
   return count > most / element ? std::nullopt : std::optional(count * element);
 }
 
-bool is_contiguous(const dlpack::Tensor& lies) {
+bool is_dense(const dlpack::Tensor& lies) {
+  if (is_contiguous(lies)) return true;
+  std::vector<std::pair<std::int64_t, std::int64_t>> by_stride;
+  for (std::int32_t dim = 0; dim < lies.ndim; ++dim) {
+    if (lies.shape[dim] != 1) by_stride.emplace_back(lies.strides[dim], lies.shape[dim]);
+  }
+  std::sort(by_stride.begin(), by_stride.end());
   std::int64_t step = 1;
-  for (std::int32_t dim = lies.ndim; dim-- > 0;) {
-    if (lies.shape[dim] != 1 && lies.strides[dim] != step) return false;
-    step *= lies.shape[dim];
+  for (const auto& [stride, size] : by_stride) {
+    if (stride != step) return false;
+    step *= size;
   }
   return true;
 }

@@ -45,7 +45,8 @@ py::object storage_of(py::handle tensor);
 
 // None: more than there can be.
 std::optional<std::size_t> bytes_of(const dlpack::Tensor& lies);
-bool is_contiguous(const dlpack::Tensor& lies);
+// Whether the elements fill one range, each once, in whatever order, as those of channels_last do.
+bool is_dense(const dlpack::Tensor& lies);
 std::uintptr_t address_of(const dlpack::Tensor& lies);
 
 // A tensor that lies so, in memory that `owner` keeps. Its storage is its own, and ends with it.

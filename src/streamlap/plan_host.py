@@ -191,14 +191,12 @@ def _plan_simple(
     if (dtype is not None and dtype != tensor.dtype) or not is_plain(tensor):
         return None
     count = tensor.numel()
-    contiguous = tensor.is_contiguous()
-    if not count or not (contiguous or is_dense(tensor)):
+    if not count or not is_dense(tensor):
         return None
     place = (not tensor.is_cuda and host_place) or place_of(tensor.device)
     own = source.stream if stream is None and place.is_cuda else None
     producer = _producer(stream if own is None else own, place)
     require_no_capture(producer, "to_cpu()")
-    stride = None if contiguous else tensor.stride()
     try:
         native, block = copy_out(
             place,
@@ -215,7 +213,7 @@ def _plan_simple(
             raise
         return None
     path = "direct" if place.is_cuda else "host"
-    dst = view_of(block, tensor.shape, tensor.dtype, stride)
+    dst = view_of(block, tensor.shape, tensor.dtype, tensor.stride())
     part = Part(native, place, path, [0], place.is_cuda, place, source.stream is not None)
     return Planned([Copied(dst, source.as_numpy, None, part)], [part], [source])
 

@@ -201,7 +201,7 @@ def _small(leaves: list[Any]) -> tuple[list[torch.Tensor], _native.TensorRow | N
         except RuntimeError:  # of what torch itself cannot say much about
             return [], None
         row = _native.TensorRow.of(sources)
-    if row is None or not row.contiguous or not row.nbytes:
+    if row is None or not row.dense or not row.nbytes:
         return [], None
     now = policy()
     small = row.largest <= now.small_leaf_bytes and now.moves_together(len(leaves), row.nbytes)
