@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
@@ -48,51 +47,61 @@ class Shipment:
 class Arrival:
     """One gradient on its way.
 
+    A step has hundreds, and each is made while the engine waits: hence no future for each.
+
     Attributes:
         name: the parameter's.
         turn: in which backward pass of the step it was sent, from 0.
     """
 
-    def __init__(self, name: str, turn: int) -> None:
+    def __init__(self, name: str, turn: int, changed: threading.Condition) -> None:
+        """``changed``: notified by whoever says how it travels, or that it will not."""
         self.name = name
         self.turn = turn
-        self._sent: Future[tuple[Shipment, Pick]] = Future()
+        self._changed = changed
+        self._sent: tuple[Shipment, Pick] | None = None
+        self._error: BaseException | None = None
 
     def sent(self, shipment: Shipment, pick: Pick) -> None:
         """Say how it travels."""
-        self._sent.set_result((shipment, pick))
+        self._sent = (shipment, pick)
 
     def lost(self, error: BaseException) -> None:
         """Say that it will not travel, if it does not yet."""
-        with contextlib.suppress(Exception):
-            self._sent.set_exception(error)
+        if self._sent is None:
+            self._error = error
 
     def travels(self) -> bool:
         """Return whether it is on its way, or lost; a small one waits for others first."""
-        return self._sent.done()
+        return self._sent is not None or self._error is not None
 
     def order(self) -> float:
         """Return when it was sent, among the others; infinite: not yet."""
-        if not self._sent.done() or self._sent.exception() is not None:
-            return math.inf
-        return self._sent.result()[0].order
+        return math.inf if self._sent is None else self._sent[0].order
 
     def done(self) -> bool:
         """Return whether :meth:`tensor` would not wait."""
-        return self._sent.done() and (
-            self._sent.exception() is not None or self._sent.result()[0].done()
-        )
+        return self._error is not None if self._sent is None else self._sent[0].done()
 
     def landing(self, deadline: float | None) -> Callable[[], torch.Tensor]:
         """Block until it is sent; return what blocks until it is on the host, and gives it."""
-        pick: Pick
-        shipment: Shipment
-        shipment, pick = within(self._sent, deadline)
+        if not self.travels():
+            with self._changed:
+                if not self._changed.wait_for(self.travels, left_until(deadline)):
+                    raise _too_late()
+        if self._sent is None:
+            assert self._error is not None
+            raise self._error
+        shipment, pick = self._sent
         return lambda: pick(shipment.result(left_until(deadline)))
 
     def tensor(self, deadline: float | None = None) -> torch.Tensor:
         """Block until it is on the host; ``deadline`` is one of ``time.monotonic()``."""
         return self.landing(deadline)()
+
+
+def _too_late() -> streamlap.TransferTimeout:
+    return streamlap.TransferTimeout("the gradients were not on the host in time")
 
 
 def left_until(deadline: float | None) -> float | None:
@@ -109,7 +118,7 @@ def within(future: Future[Any], deadline: float | None) -> Any:
     except TimeoutError:
         if future.done():
             return future.result()  # it is there after all, or the error is the work's own
-        raise streamlap.TransferTimeout("the gradients were not on the host in time") from None
+        raise _too_late() from None
 
 
 def deadline_after(timeout: float | None) -> float | None:

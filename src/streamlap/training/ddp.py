@@ -72,15 +72,16 @@ class DDPGradients(Gradients):
         first = bucket.buffer().storage_offset()
         arrivals, picks = [], []
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            arrival, _earlier = self._expect(self._name_of[id(parameter)])
-            self._note(arrival)
+            with self._changed:
+                arrival, _earlier = self._expect(self._name_of[id(parameter)])
+                self._note(arrival)
             arrivals.append(arrival)
             offset = grad.storage_offset() - first
             picks.append(functools.partial(_view, grad.shape, grad.stride(), offset))
         try:
             reduced = self.inner(self.inner_state, bucket)
         except BaseException as error:
-            _lose(arrivals, error)
+            self._lose(arrivals, error)
             raise
 
         def send(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -93,7 +94,7 @@ class DDPGradients(Gradients):
                     protect=True,  # site: ddp.protect
                 )
             except BaseException as error:
-                _lose(arrivals, error)
+                self._lose(arrivals, error)
                 raise
             for arrival, pick in zip(arrivals, picks, strict=True):
                 arrival.sent(shipment, pick)
@@ -102,6 +103,11 @@ class DDPGradients(Gradients):
 
         # Chained: not before it is reduced, and on a stream that waits for that.
         return reduced.then(send)
+
+    def _lose(self, arrivals: list[Arrival], error: BaseException) -> None:
+        for arrival in arrivals:
+            arrival.lost(error)
+        self._wake()
 
 
 def ddp_comm_hook(state: DDPGradients, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -121,8 +127,3 @@ def _view(
     shape: torch.Size, stride: tuple[int, ...], offset: int, flat: torch.Tensor
 ) -> torch.Tensor:
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
-
-
-def _lose(arrivals: list[Arrival], error: BaseException) -> None:
-    for arrival in arrivals:
-        arrival.lost(error)

@@ -207,13 +207,15 @@ class GradientStream(Gradients):
     def _accumulated(self, hook: _Hook, parameter: torch.Tensor) -> None:
         """Send the gradient that has just been accumulated, on the current stream."""
         grad = _checked(hook, parameter)
-        task = self._enter()
-        arrival, earlier = self._expect(hook.name)
+        with self._changed:
+            task = self._kept()
+            arrival, earlier = self._expect(hook.name)
+            if earlier is None or not self._free:
+                self._note(arrival)
+            else:
+                self._note(self._summed(earlier, arrival))
         if self._free:
             parameter.grad = None
-            self._note(arrival if earlier is None else self._summed(earlier, arrival))
-        else:
-            self._note(arrival)
         # Whoever comes next may write to it.
         followed = next(reversed(parameter._post_accumulate_grad_hooks.values())) is not hook
         nbytes = grad.numel() * (self._dtype or grad.dtype).itemsize
@@ -254,6 +256,7 @@ class GradientStream(Gradients):
         except BaseException as error:
             for arrival in arrivals:
                 arrival.lost(error)
+            self._wake()
             raise
         self._flying.append(weakref.ref(shipment))
         task.shipments.append(shipment)
@@ -286,7 +289,7 @@ class _Sum(Arrival):
     """A gradient and the step's earlier ones, being added."""
 
     def __init__(self, latest: Arrival, total: Future[torch.Tensor]) -> None:
-        super().__init__(latest.name, latest.turn)
+        super().__init__(latest.name, latest.turn, latest._changed)
         self._total = total
         self._latest: Arrival | None = latest  # until it is added: nobody needs it after that
         self._order = math.inf

@@ -203,32 +203,38 @@ class Gradients:
     # -- for the hooks
 
     @uncompiled
-    def _enter(self) -> Any:
+    def _enter(self) -> None:
+        """Have the pass begin with the engine's task that calls."""
+        self._kept()
+
+    def _kept(self) -> Any:
         """Return what is kept for the engine's task that calls; the first call begins it."""
         task = current_task()
         with self._changed:
-            if task not in self._tasks:
-                self._tasks[task] = self._begin()
+            kept = self._tasks.get(task)
+            if kept is None:
+                kept = self._tasks[task] = self._begin()
                 End(lambda inside: self._over(task, inside), lambda: self._lost(task))
-            return self._tasks[task]
+            return kept
 
     def _expect(self, name: str) -> tuple[Arrival, Arrival | None]:
-        """Return a gradient of the running pass, and the step's earlier one of that name."""
-        with self._changed:
+        """Return a gradient of the running pass, and the step's earlier one of that name.
+
+        The caller has the lock.
+        """
+        if not self._arrived:
             self._go_on()
             self._arrived = True
-            arrival = Arrival(name, self._step.passes)
-            return arrival, self._step.latest.get(name)
+        arrival = Arrival(name, self._step.passes, self._changed)
+        return arrival, self._step.latest.get(name)
 
     def _note(self, arrival: Arrival) -> None:
-        """Make it the latest of its name."""
-        with self._changed:
-            self._step.latest.pop(arrival.name, None)  # the last of the dict is the last sent
-            self._step.latest[arrival.name] = arrival
-            self._changed.notify_all()
+        """Make it the latest of its name. The caller has the lock."""
+        self._step.latest.pop(arrival.name, None)  # the last of the dict is the last sent
+        self._step.latest[arrival.name] = arrival
 
     def _wake(self) -> None:
-        """Wake up who waits for a gradient that was not on its way yet."""
+        """Wake up who waits for a gradient that was neither on its way yet nor lost."""
         with self._changed:
             self._changed.notify_all()
 
@@ -243,6 +249,7 @@ class Gradients:
 
     def _begin(self) -> Any:
         """Return what is kept while the engine's task runs."""
+        return ()
 
     def _finish(self, kept: Any) -> None:
         """Send what is left of a task that has come to its end."""
@@ -279,6 +286,7 @@ class Gradients:
             self._arrived = bool(self._tasks)
             self._changed.notify_all()
         self._drop(kept, streamlap.GradientsIncomplete("the backward pass has failed"))
+        self._wake()
 
     def _go_on(self) -> None:
         """Begin the next step if the last one is closed and the pass has brought nothing yet."""
