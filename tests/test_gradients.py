@@ -570,6 +570,26 @@ def test_a_backward_that_fails(where):
         model.zero_grad()
 
 
+def test_a_sum_ends_with_the_pass_that_was_to_bring_its_last_part(where):
+    """The thread that adds waits for a small gradient, which the failed pass never sends."""
+    model = net(where)
+    grads = stream_gradients(model, free=True, min_bytes=1 << 20)
+    loss_of(model, batch(where)).backward()
+
+    def fail(_grad):
+        raise ArithmeticError("as planned")
+
+    handle = model.embedding.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, batch(where)).backward()
+    handle.remove()
+    assert grads._adder.submit(int).result(PATIENCE) == 0  # it waits for nothing any more
+    grads.reset()
+    for seed in (1, 2):
+        loss_of(model, batch(where, seed)).backward()
+    assert same_grads(grads.result(PATIENCE), plain(where, 1, 2))
+
+
 def test_a_backward_that_fails_before_its_first_gradient(where):
     model = net(where)
     grads = stream_gradients(model)
