@@ -284,9 +284,8 @@ class Gradients:
                 "next step"
             )
             self._arrived = bool(self._tasks)
+            self._drop(kept, streamlap.GradientsIncomplete("the backward pass has failed"))
             self._changed.notify_all()
-        self._drop(kept, streamlap.GradientsIncomplete("the backward pass has failed"))
-        self._wake()
 
     def _go_on(self) -> None:
         """Begin the next step if the last one is closed and the pass has brought nothing yet."""
