@@ -9,6 +9,7 @@ from helpers.data import same_bits
 from helpers.saving import batch_of, chain
 from helpers.streams import CopySide, eventually, finish_all
 from helpers.threads import spawn
+from torch.utils.checkpoint import checkpoint
 
 import streamlap
 from streamlap import offload_activations
@@ -28,6 +29,11 @@ class Moment:
 
     def until(self, end):
         return end.time - self.time
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(Moment, "now", 0.0)
 
 
 def test_what_the_block_hides_is_moved_and_no_more(monkeypatch):
@@ -96,6 +102,30 @@ def test_the_pace_of_real_blocks(where):
     assert offload._pace._bytes > 0
 
 
+def test_backwards_are_measured_from_the_first_saved_tensor_to_the_end(monkeypatch):
+    monkeypatch.setattr(activations, "mark", Moment)
+    x = batch_of("cpu").requires_grad_()
+
+    def advance(seconds):
+        Moment.now += seconds
+
+    x.register_hook(lambda _grad: advance(0.5))
+    offload = offload_activations("hide", min_bytes=1)
+    for keep in (lambda _tensor: False, lambda _tensor: True):  # moved or not
+        offload._keep = keep
+        with offload:
+            loss = chain(x)
+        advance(1)
+        loss.backward()
+        advance(1)
+        offload._pace.budget()
+    with offload:
+        y = checkpoint(lambda x: chain(x * x), x, use_reentrant=True)  # a backward in a backward
+    y.backward()
+    assert [(end.time - begin.time) for begin, end, _ in offload._pace._backwards] == [0.5]
+    assert list(offload._pace._times_back) == [0.5, 0.5]
+
+
 def budgets_of(known, seconds):
     """The budget after each block of so many seconds."""
     found = []
@@ -120,8 +150,72 @@ def test_a_budget_follows_large_changes_only():
 def test_a_short_block_is_forgotten():
     known = pace.Pace()
     known.copied(1000, 1.0)
-    assert budgets_of(known, [1, 0.5])[-1] == 450
+    assert budgets_of(known, [1] * 5)[-1] == 900
+    assert budgets_of(known, [0.5])[-1] == 450
     assert budgets_of(known, [1] * pace.RECENT) == [450] * (pace.RECENT - 1) + [900]
+
+
+def steps_of(known, count, takes):
+    """The budgets of so many steps: ``takes(budget, first)`` gives forward's and backward's time.
+
+    ``first``: with this budget.
+    """
+    budgets = [known.budget()]
+    for _ in range(count):
+        first = len(budgets) < 2 or budgets[-1] != budgets[-2]
+        for note, seconds in zip(
+            (known.block, known.backward), takes(budgets[-1], first), strict=True
+        ):
+            begin = Moment()
+            Moment.now += seconds
+            note(begin, Moment())
+        Moment.now += 1
+        budgets.append(known.budget())
+    return budgets
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+@pytest.mark.parametrize("hides", [0.8, 0.4, 0.1])
+def test_a_budget_that_makes_the_step_longer_falls_until_it_does_not(where, hides):
+    known = pace.Pace()
+    known.copied(10**10, 1.0)
+
+    def takes(budget, first):
+        longer = max(0, budget - hides * 10**9) / 10**10 + (0.05 if first else 0)
+        forward, backward = 0.1, 0.2
+        if where != "backward":
+            forward += longer
+        if where != "forward":
+            backward += longer
+        return forward, backward
+
+    budgets = steps_of(known, 20, takes)
+    assert budgets[2] == pytest.approx(
+        0.9 * 10**9
+    )  # the shortest of the first two: nothing else is known
+    at_most = hides * 10**9 + pace.TOLERANCE * 0.3 * 10**10
+    reached = next(index for index, budget in enumerate(budgets) if budget <= at_most)
+    assert reached <= 7
+    assert set(budgets[9:]) == {budgets[9]}
+    assert hides * 10**9 / 4 <= budgets[9] <= at_most
+
+
+def test_a_step_that_is_longer_for_another_reason_keeps_its_budget():
+    known = pace.Pace()
+    known.copied(10**10, 1.0)
+    lengths = iter([0.05, 0.05] + [0.1] * 20)  # the first two batches were half as large
+    budgets = steps_of(known, 20, lambda _budget, _first: (next(lengths), 0.2))
+    assert budgets[2] == pytest.approx(0.45 * 10**9)
+    assert budgets[9:] == [pytest.approx(0.9 * 10**9)] * 12
+
+
+def test_what_changes_later_is_no_lesson():
+    known = pace.Pace()
+    known.copied(10**10, 1.0)
+    lengths = iter([0.1] * 8 + [0.2] * 12)
+    budgets = steps_of(known, 20, lambda _budget, _first: (next(lengths), 0.2))
+    assert budgets[2:] == [pytest.approx(0.9 * 10**9)] * 19
+    assert not known.learns()
 
 
 def test_a_full_pool_takes_nothing_of_what_is_to_be_hidden(monkeypatch):

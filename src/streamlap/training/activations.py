@@ -312,6 +312,9 @@ class ActivationOffload:
     @uncompiled
     def _unpack(self, packed: Saved | _Moved) -> torch.Tensor:
         if not isinstance(packed, _Moved):
+            if self._pace is not None and self._pace.learns():
+                with self._lock:
+                    self._expect_the_end()
             check_version(packed)
             return packed[0]
         memory = packed.memory
@@ -343,11 +346,14 @@ class ActivationOffload:
         task = current_task()
         if task not in (-1, self._task):
             self._task = task
-            End(lambda _inside: self._end(), self._fail)
+            begin = mark() if self._pace is not None and self._pace.learns() else None
+            End(lambda inside: self._end(None if inside else begin), self._fail)
         return task != -1
 
-    def _end(self) -> None:
+    def _end(self, begin: Mark | None) -> None:
         with self._lock:
+            if self._pace is not None and begin is not None:
+                self._pace.backward(begin, mark())
             self._arriving.clear()
             self._forget()
             under_way = [one.orphan for one in self._leaving if one.orphan is not None]

@@ -21,6 +21,21 @@ RECENT = 16
 SHARE = 0.9
 """Of the time that was measured: the rest is for what differs from step to step."""
 
+TOLERANCE = 0.015
+"""Of forward and backward: so much longer is as good as hidden."""
+
+PLAINLY = 0.04
+"""So much longer is seen in one block; else two are looked at."""
+
+LESS = (0.25, 0.9)
+"""Of what was too much, at least and at most: a measurement may be wrong."""
+
+HELPED = 0.3
+"""Of the time that less should have won. Less than that: it was not the copies that took it."""
+
+LESSONS = 6
+"""Times that the share is changed."""
+
 CHANGE = 0.05
 """Of the budget: one that follows each measurement would have other tensors moved in each step."""
 
@@ -163,20 +178,45 @@ class Pace:
     """The shortest time that a block has taken lately, and the rate of its copies.
 
     Not thread-safe. The shortest: what was moved too much makes a block longer, never shorter.
+
+    What the link carries in that time is only the first guess. A block may save most of its bytes
+    in a part of the time, the host may have no time to spare, or the way back takes longer. So
+    blocks and their backwards are compared with the shortest, and the budget falls by what the link
+    carries in the difference, until there is none or that does not help.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Mark, Mark]] = []
+        self._blocks: list[tuple[Mark, Mark, int | None]] = []
+        self._backwards: list[tuple[Mark, Mark, int | None]] = []
         self._times: deque[float] = deque(maxlen=RECENT)
+        self._times_back: deque[float] = deque(maxlen=RECENT)
         self._measured = 0
         self._budget = 0
         self._bytes = 0
         self._seconds = 0.0
+        self._share = SHARE
+        # Of the present budget, but for the first block, which makes page-locked memory.
+        self._term = 0
+        self._blocks_of_term = 0
+        self._of_term: tuple[list[float], list[float]] = ([], [])
+        self._lessons = 0
+        self._before: tuple[float, float, float] | None = None
 
     def block(self, begin: Mark, end: Mark) -> None:
         """Note a block that was run."""
+        self._note(self._blocks, begin, end)
+        self._blocks_of_term += 1
+
+    def backward(self, begin: Mark, end: Mark) -> None:
+        """Note a backward that was run: the last block's, most likely."""
+        self._note(self._backwards, begin, end, 1)
+
+    def _note(
+        self, into: list[tuple[Mark, Mark, int | None]], begin: Mark, end: Mark, after: int = 0
+    ) -> None:
         if type(begin) is type(end):  # else a GPU came into use in it
-            self._blocks.append((begin, end))
+            first = self._blocks_of_term <= after
+            into.append((begin, end, None if first else self._term))
 
     def copied(self, nbytes: int, seconds: float) -> None:
         """Note a copy, and the time that it took on the link."""
@@ -188,15 +228,70 @@ class Pace:
         """Return whether a copy was measured."""
         return self._seconds > 0
 
+    def learns(self) -> bool:
+        """Return whether it has use for the times of backwards."""
+        return self._lessons < LESSONS
+
     def budget(self) -> int:
         """Return the bytes that can go while such a block runs; small changes are left out."""
-        while self._blocks and self._blocks[0][1].passed():
-            begin, end = self._blocks.pop(0)
-            self._measured += 1
-            self._times.append(begin.until(end))
+        self._measured += self._take(self._blocks, self._times, 0)
+        self._take(self._backwards, self._times_back, 1)
         if self._measured < PROBES or not self.knows_link():
             return PROBE
-        budget = int(SHARE * min(self._times) * self._bytes / self._seconds)
+        if self._budget and self.learns():
+            self._learn()
+        budget = int(self._share * min(self._times) * self._rate())
         if abs(budget - self._budget) > CHANGE * self._budget:
             self._budget = budget
+            self._term += 1
+            self._blocks_of_term = 0
+            self._of_term = ([], [])
         return self._budget
+
+    def _rate(self) -> float:
+        return self._bytes / self._seconds
+
+    def _take(
+        self, noted: list[tuple[Mark, Mark, int | None]], times: deque[float], which: int
+    ) -> int:
+        """Take the times of those that are over; return how many."""
+        count = 0
+        while noted and noted[0][1].passed():
+            begin, end, term = noted.pop(0)
+            times.append(begin.until(end))
+            if term == self._term:
+                self._of_term[which].append(times[-1])
+            count += 1
+        return count
+
+    def _learn(self) -> None:
+        """Compare the present budget's times with the shortest, and change the share."""
+        forward, backward = self._of_term
+        if not forward or (self._times_back and not backward):
+            return
+        shortest = min(self._times) + min(self._times_back, default=0.0)
+        now = min(forward) + min(backward, default=0.0)
+        excess = now - shortest
+        if excess <= PLAINLY * shortest and len(forward) < 2:
+            return
+        if self._before is not None:
+            share, long, too_much = self._before
+            self._before = None
+            if long - now < HELPED * too_much:  # it is another kind of step than it was
+                self._share = share
+                self._forget_shorter()
+                self._lessons += 1
+                return
+        if excess <= TOLERANCE * shortest:
+            self._lessons = LESSONS
+            return
+        self._before = (self._share, now, excess)
+        left = 1 - excess * self._rate() / max(1, self._budget)
+        self._share *= min(max(left, LESS[0]), LESS[1])
+        self._lessons += 1
+
+    def _forget_shorter(self) -> None:
+        """Measure with the present budget's blocks from now on."""
+        for times, found in zip((self._times, self._times_back), self._of_term, strict=True):
+            times.clear()
+            times.extend(found)
