@@ -86,11 +86,12 @@ def offload_activations(
     Args:
         budget: bytes of page-locked memory in use at one time; what is saved beyond it stays on the
             device. An int, a string like ``"8GiB"``, or None: as much as the process's pool has.
-            ``"hide"``: as much as the link carries in 0.9 of the shortest time that the last 16
-            blocks have taken; the object must be used again for each step, and the first two move
-            64 MiB, or one tensor, to measure both. Backward takes longer, so the way back is
-            hidden, too. Large tensors are preferred, and what is moved is spread evenly over the
-            block. Each thread's outermost block has a budget of its own.
+            ``"hide"``: as much as makes the step no longer. The object must be used again for each
+            step; the first two blocks move 64 MiB, or one tensor, to measure the block and the
+            link, the next what the link carries in 0.6 of that time, and from then on more or less,
+            as forward and backward stay as long as they are. Large tensors are preferred, and what
+            is moved is spread evenly over the block. Each thread's outermost block has a budget of
+            its own.
         min_bytes: smaller tensors stay.
         keep: called with each tensor that would be moved; True lets it stay.
 

@@ -32,10 +32,12 @@ class Shipment:
         self.order = next(self._numbers)
         self.transfer = transfer
         self._come: tuple[Any] | None = None
+        self._done = False
 
     def done(self) -> bool:
         """Return whether :meth:`result` would not wait."""
-        return self._come is not None or self.transfer.done()
+        self._done = self._done or self._come is not None or self.transfer.done()
+        return self._done
 
     def result(self, timeout: float | None) -> Any:
         """Return the transfer's result; blocks and raises as that does."""

@@ -271,7 +271,8 @@ class GradientStream(Gradients):
         kept.buckets.clear()
         if not self._free:
             for shipment in kept.shipments:
-                shipment.transfer.wait_source()  # site: gradients.protect
+                if not shipment.done():  # a wait takes the host several times as long
+                    shipment.transfer.wait_source()  # site: gradients.protect
 
     def _drop(self, kept: _Task | None, error: Exception) -> None:
         for bucket in kept.buckets.values() if kept else ():

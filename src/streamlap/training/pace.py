@@ -18,23 +18,19 @@ take a multiple of the others."""
 RECENT = 16
 """Blocks of which the shortest counts: one of a smaller batch is forgotten after so many."""
 
-SHARE = 0.9
-"""Of the time that was measured: the rest is for what differs from step to step."""
+SHARES = (0.6, 0.9)
+"""Of the time that was measured: at first, and if that makes no step longer. The rest is for what
+differs from step to step."""
 
-TOLERANCE = 0.015
-"""Of forward and backward: so much longer is as good as hidden."""
+LESS = (0.25, 0.5)
+"""Of a share that was too large, at least and at most: a measurement may be wrong, and if half of
+it makes no difference that is seen, all of it makes little."""
+
+LONGER = 0.01
+"""Of forward and backward: what is not longer by so much is as long."""
 
 PLAINLY = 0.04
-"""So much longer is seen in one block; else two are looked at."""
-
-LESS = (0.25, 0.9)
-"""Of what was too much, at least and at most: a measurement may be wrong."""
-
-HELPED = 0.3
-"""Of the time that less should have won. Less than that: it was not the copies that took it."""
-
-LESSONS = 6
-"""Times that the share is changed."""
+"""Longer by so much is seen in one block; else the shorter of two counts."""
 
 CHANGE = 0.05
 """Of the budget: one that follows each measurement would have other tensors moved in each step."""
@@ -47,7 +43,13 @@ PIECES = 4
 
 
 class Mark(Protocol):
-    """A moment in the work of the calling thread or its stream."""
+    """A moment in the work of the calling thread or its stream.
+
+    Attributes:
+        clock: moments of the same one can be compared: a GPU's index, or -1 for the host's.
+    """
+
+    clock: int
 
     def passed(self) -> bool:
         """Return whether it is over."""
@@ -58,6 +60,8 @@ class Mark(Protocol):
 
 class _Moment:
     """On the host."""
+
+    clock = -1
 
     def __init__(self) -> None:
         self.time = time.perf_counter()
@@ -74,6 +78,7 @@ class _Point:
     """On the current stream of a GPU."""
 
     def __init__(self) -> None:
+        self.clock = torch.cuda.current_device()
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record()  # site: pace.mark
 
@@ -83,6 +88,10 @@ class _Point:
     def until(self, end: Mark) -> float:
         assert isinstance(end, _Point)
         return float(self.event.elapsed_time(end.event)) / 1e3
+
+
+_Noted = tuple[Mark, Mark, int | None]
+"""Begin and end, and the term that it was of; None: the first of one."""
 
 
 def mark() -> Mark:
@@ -180,42 +189,39 @@ class Pace:
     Not thread-safe. The shortest: what was moved too much makes a block longer, never shorter.
 
     What the link carries in that time is only the first guess. A block may save most of its bytes
-    in a part of the time, the host may have no time to spare, or the way back takes longer. So
-    blocks and their backwards are compared with the shortest, and the budget falls by what the link
-    carries in the difference, until there is none or that does not help.
+    in a part of the time, the host may have no time to spare, or the way back takes longer; and the
+    first blocks of a process are long. So forward and backward are compared: as long as moving
+    less makes them shorter, less is moved.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Mark, Mark, int | None]] = []
-        self._backwards: list[tuple[Mark, Mark, int | None]] = []
+        self._blocks: list[_Noted] = []
+        self._backwards: list[_Noted] = []
         self._times: deque[float] = deque(maxlen=RECENT)
         self._times_back: deque[float] = deque(maxlen=RECENT)
         self._measured = 0
         self._budget = 0
         self._bytes = 0
         self._seconds = 0.0
-        self._share = SHARE
-        # Of the present budget, but for the first block, which makes page-locked memory.
+        # A term: as long as the budget is the same. Its first block makes page-locked memory.
         self._term = 0
         self._blocks_of_term = 0
         self._of_term: tuple[list[float], list[float]] = ([], [])
-        self._lessons = 0
-        self._before: tuple[float, float, float] | None = None
+        self._share = SHARES[0]
+        self._compared: tuple[float, float] | None = None  # with the share and time of before
+        self._learns = True
 
     def block(self, begin: Mark, end: Mark) -> None:
         """Note a block that was run."""
-        self._note(self._blocks, begin, end)
+        self._note(self._blocks, begin, end, self._blocks_of_term == 0)
         self._blocks_of_term += 1
 
     def backward(self, begin: Mark, end: Mark) -> None:
         """Note a backward that was run: the last block's, most likely."""
-        self._note(self._backwards, begin, end, 1)
+        self._note(self._backwards, begin, end, self._blocks_of_term <= 1)
 
-    def _note(
-        self, into: list[tuple[Mark, Mark, int | None]], begin: Mark, end: Mark, after: int = 0
-    ) -> None:
-        if type(begin) is type(end):  # else a GPU came into use in it
-            first = self._blocks_of_term <= after
+    def _note(self, into: list[_Noted], begin: Mark, end: Mark, first: bool) -> None:
+        if begin.clock == end.clock:  # else a GPU came into use in it, or it went to another
             into.append((begin, end, None if first else self._term))
 
     def copied(self, nbytes: int, seconds: float) -> None:
@@ -230,7 +236,7 @@ class Pace:
 
     def learns(self) -> bool:
         """Return whether it has use for the times of backwards."""
-        return self._lessons < LESSONS
+        return self._learns
 
     def budget(self) -> int:
         """Return the bytes that can go while such a block runs; small changes are left out."""
@@ -238,7 +244,7 @@ class Pace:
         self._take(self._backwards, self._times_back, 1)
         if self._measured < PROBES or not self.knows_link():
             return PROBE
-        if self._budget and self.learns():
+        if self._budget and self._learns:
             self._learn()
         budget = int(self._share * min(self._times) * self._rate())
         if abs(budget - self._budget) > CHANGE * self._budget:
@@ -251,9 +257,7 @@ class Pace:
     def _rate(self) -> float:
         return self._bytes / self._seconds
 
-    def _take(
-        self, noted: list[tuple[Mark, Mark, int | None]], times: deque[float], which: int
-    ) -> int:
+    def _take(self, noted: list[_Noted], times: deque[float], which: int) -> int:
         """Take the times of those that are over; return how many."""
         count = 0
         while noted and noted[0][1].passed():
@@ -265,33 +269,42 @@ class Pace:
         return count
 
     def _learn(self) -> None:
-        """Compare the present budget's times with the shortest, and change the share."""
+        """Compare this term's times with those of before, and change the share."""
         forward, backward = self._of_term
         if not forward or (self._times_back and not backward):
             return
-        shortest = min(self._times) + min(self._times_back, default=0.0)
         now = min(forward) + min(backward, default=0.0)
-        excess = now - shortest
-        if excess <= PLAINLY * shortest and len(forward) < 2:
+        shortest = min(self._times) + min(self._times_back, default=0.0)
+        plainly_long = now - shortest > PLAINLY * shortest
+        plainly_less = self._compared is not None and now < (1 - PLAINLY) * self._compared[1]
+        if len(forward) < 2 and not (plainly_long or plainly_less):
             return
-        if self._before is not None:
-            share, long, too_much = self._before
-            self._before = None
-            if long - now < HELPED * too_much:  # it is another kind of step than it was
+        if self._compared is None:
+            if not plainly_long:
+                self._try(SHARES[1], now)
+            else:
+                self._try_less(now, shortest)
+            return
+        share, before = self._compared
+        if self._share > share:
+            if now - before <= LONGER * before:
+                self._learns = False
+            else:
                 self._share = share
-                self._forget_shorter()
-                self._lessons += 1
-                return
-        if excess <= TOLERANCE * shortest:
-            self._lessons = LESSONS
-            return
-        self._before = (self._share, now, excess)
-        left = 1 - excess * self._rate() / max(1, self._budget)
-        self._share *= min(max(left, LESS[0]), LESS[1])
-        self._lessons += 1
+                self._try_less(before, shortest)
+        elif before - now > LONGER * before:
+            self._try_less(now, shortest)
+        else:
+            self._share, self._learns = share, False
 
-    def _forget_shorter(self) -> None:
-        """Measure with the present budget's blocks from now on."""
-        for times, found in zip((self._times, self._times_back), self._of_term, strict=True):
-            times.clear()
-            times.extend(found)
+    def _try(self, share: float, now: float) -> None:
+        self._compared = (self._share, now)
+        self._share = share
+
+    def _try_less(self, now: float, shortest: float) -> None:
+        """Try what would hide if all that is too long were copies."""
+        hidden = self._share * min(self._times)
+        left = 1 - (now - shortest) / hidden
+        self._try(self._share * min(max(left, LESS[0]), LESS[1]), now)
+        if self._budget < PROBE // 2:
+            self._share, self._learns = 0.0, False
