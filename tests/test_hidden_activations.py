@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import streamlap
 from streamlap import offload_activations
 from streamlap.training import activations, pace
+from streamlap.training.spread import Spread
 
 
 class Moment:
@@ -323,7 +324,7 @@ def offer(spread, budget, sizes, measures=False):
 
 
 def test_large_tensors_are_preferred_as_long_as_there_are_enough():
-    spread = pace.Spread(1)
+    spread = Spread(1)
     block = [4, 50, 30, 1, 30, 30, 7, 30] * 3
     offer(spread, 20, block)  # it is looked at
     assert offer(spread, 100, block) == [30, 30, 30]
@@ -331,16 +332,16 @@ def test_large_tensors_are_preferred_as_long_as_there_are_enough():
     # What is larger than the budget is no reason to take less of the others.
     assert [offer(spread, 100, [500, *block]) for _ in range(3)] == [[30, 30, 30]] * 3
     # A quarter of the budget is the most where there are enough of those.
-    others = pace.Spread(1)
+    others = Spread(1)
     offer(others, 20, [50, 10, 10, 10] * 30)
     assert offer(others, 100, [50, 10, 10, 10] * 30) == [10] * 10
     # A link that nobody knows is measured with the first that comes.
-    assert offer(pace.Spread(1), 20, [64, 5, 30], measures=True) == [64]
+    assert offer(Spread(1), 20, [64, 5, 30], measures=True) == [64]
     # All of it is less than twice the budget: nothing is too small.
     assert sum(offer(spread, 400, block)) > 380
     assert spread.begin(400).least == 1
     # Other sizes: all are offered once, then the large ones again.
-    spread = pace.Spread(1)
+    spread = Spread(1)
     offer(spread, 20, block)
     offer(spread, 100, block)
     smaller = [2, 25, 15] * 10

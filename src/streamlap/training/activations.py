@@ -27,8 +27,9 @@ from streamlap.checks import as_callable
 from streamlap.sizes import parse_size
 from streamlap.training.memory import identity_of
 from streamlap.training.offloaded import Leaving, Offloaded, Window, root_of
-from streamlap.training.pace import Choice, Mark, Pace, Spread, mark
+from streamlap.training.pace import Mark, Pace, mark
 from streamlap.training.passes import End, current_task
+from streamlap.training.spread import Choice, Spread
 from streamlap.training.versions import Saved, check_version, counter_of, saved_version
 from streamlap.uncompiled import uncompiled
 
