@@ -444,12 +444,16 @@ def test_what_is_taken_and_what_is_not(taken):
     z = torch.randn(6, 6, dtype=torch.complex64, device="cuda:0")
     streamlap.to_cpu(torch.nn.Parameter(graded.data)).result()
     assert len(taken) == 5
-    for other in (x.t(), x[:, 1:], x[:0], z.conj(), z.conj().imag[0, :1], [x], {"a": x}):
+    turned = streamlap.to_cpu(x.t()).result()
+    assert same_bits(turned, x.t().cpu())
+    assert turned.stride() == (1, 30)
+    assert len(taken) == 6
+    for other in (x[:, 1:], x[:0], z.conj(), z.conj().imag[0, :1], [x], {"a": x}):
         streamlap.to_cpu(other).result()
     assert same_bits(streamlap.to_cpu(z.conj()).result(), z.conj().resolve_conj().cpu())
     assert same_bits(streamlap.to_cpu(x, pin=False).result(), x.cpu())
     assert streamlap.to_cpu(x, dtype=torch.float64).result().dtype == torch.float64
-    assert len(taken) == 5
+    assert len(taken) == 6
 
 
 @pytest.mark.gpu
