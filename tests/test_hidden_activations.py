@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_block_that_fails_is_not_measured(monkeypatch):
 
     with pytest.raises(KeyError):
         fails()
-    assert offload._pace._blocks == []
+    assert not offload._pace._blocks
 
 
 @pytest.mark.parametrize("fails", ["mark", "budget"])
@@ -124,8 +125,15 @@ def test_backwards_are_measured_from_the_first_saved_tensor_to_the_end(monkeypat
     with offload:
         y = checkpoint(lambda x: chain(x * x), x, use_reentrant=True)  # a backward in a backward
     y.backward()
-    assert [(end.time - begin.time) for begin, end, _ in offload._pace._backwards] == [0.5]
-    assert list(offload._pace._times_back) == [0.5, 0.5]
+    assert [end.time - begin.time for begin, end, *_ in offload._pace._backwards] == [0.5]
+    assert len(offload._pace._lately[1]) == 2
+    # Tasks within tasks, which ask in turn: one backward, and all of it.
+    offload._pace._backwards.clear()
+    with offload:
+        y = chain(checkpoint(chain, chain(x * x), use_reentrant=True))
+        y.backward()
+    assert [end.time - begin.time for begin, end, *_ in offload._pace._backwards] == [0.5]
+    assert offload._tasks == set()
 
 
 def budgets_of(known, seconds):
@@ -154,7 +162,7 @@ def test_moments_of_different_clocks_are_not_compared():
     for note, noted in ((known.block, known._blocks), (known.backward, known._backwards)):
         note(Moment(0), Moment(1))  # as of a model on two GPUs
         note(Moment(), Moment(0))
-        assert noted == []
+        assert not noted
         note(Moment(1), Moment(1))
         assert len(noted) == 1
 
@@ -168,19 +176,21 @@ def test_a_short_block_is_forgotten():
 
 
 def steps_of(known, count, takes):
-    """The budgets of so many steps: ``takes(budget, first)`` gives forward's and backward's time.
+    """The budgets of so many steps.
 
-    ``first``: with this budget.
+    ``takes(budget, first)`` gives forward's and backward's time, and what was saved; ``first``:
+    with this budget.
     """
     budgets = [known.budget()]
     for _ in range(count):
         first = len(budgets) < 2 or budgets[-1] != budgets[-2]
-        for note, seconds in zip(
-            (known.block, known.backward), takes(budgets[-1], first), strict=True
-        ):
-            begin = Moment()
-            Moment.now += seconds
-            note(begin, Moment())
+        forward, backward, *saved = takes(budgets[-1], first)
+        begin = Moment()
+        Moment.now += forward
+        known.block(begin, Moment(), *saved)
+        begin = Moment()
+        Moment.now += backward
+        known.backward(begin, Moment())
         Moment.now += 1
         budgets.append(known.budget())
     return budgets
@@ -232,6 +242,50 @@ def test_what_cannot_be_hidden_at_all_is_hardly_moved():
 def test_nothing_is_moved_where_that_is_best():
     budgets = steps_of(link_of_ten(), 40, lambda budget, _first: (0.1 + budget / GIGA, 0.2))
     assert budgets[-1] == 0
+
+
+@pytest.mark.parametrize("rate", [1, 1000])
+@pytest.mark.parametrize("long", [2, 3, 4, 5, 6, 7, 8, 9])
+def test_one_step_that_is_longer_tells_nothing(rate, long):
+    known = pace.Pace()
+    known.copied(10 * GIGA, rate)  # at 10 MB/s the budget is below what is worth probing
+    steps = iter(range(100))
+
+    def takes(_budget, _first):
+        slow = 1.2 if next(steps) == long else 1
+        return slow * 0.1, slow * 0.2
+
+    assert steps_of(known, 40, takes)[-1] == pytest.approx(0.9 * GIGA / rate, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_batches_of_any_length_are_no_lesson(seed):
+    generator = random.Random(seed)
+
+    def takes(_budget, _first):
+        size = generator.uniform(1, 3)
+        return size * 0.1, size * 0.2, int(size * 1e6)
+
+    known = link_of_ten()
+    steps_of(known, 60, takes)
+    assert known._share == 0.9
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_what_is_too_small_to_be_probed_is_tried_without(share):
+    """A link of 100 MB/s; and what is moved costs the host as much again, or nothing."""
+    known = pace.Pace()
+    known.copied(GIGA // 10, 1)
+    budgets = steps_of(known, 40, lambda budget, _first: (0.1 + (1 - share) * budget / 1e8, 0.2))
+    assert budgets[-1] == (0 if share == 0 else pytest.approx(0.9e7, rel=0.01))
+
+
+def test_times_that_are_none_are_left_out():
+    known = link_of_ten()
+    lengths = iter([0.1] * 3 + [0, -0.1] + [0.1] * 30)
+    backward = iter([0.2] * 3 + [0.3, 0.3] + [0.2] * 30)
+    budgets = steps_of(known, 30, lambda _budget, _first: (next(lengths), next(backward)))
+    assert budgets[-1] == pytest.approx(0.9 * GIGA)
 
 
 @pytest.mark.parametrize("first", [0.05, 0.1])

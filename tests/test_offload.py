@@ -542,6 +542,7 @@ def test_a_copy_that_fails_is_told_to_who_needs_it():
 
     class Memory:
         out = Copy()
+        nbytes = 1
 
     memory = Memory()
     leaving = offloaded.Leaving(memory)
@@ -1019,6 +1020,21 @@ def test_what_was_used_while_it_was_copied_is_let_go_of_in_backward(where):
         del h
     loss.backward()
     assert alive == [3, 0]  # the last one's cosine is of the one before
+
+
+def test_a_backward_asks_for_few_of_what_is_still_leaving(monkeypatch):
+    asked = []
+    left = offloaded.Leaving.left
+    monkeypatch.setattr(offloaded.Leaving, "left", lambda self: [asked.append(1), left(self)][1])
+    x = torch.ones(64, requires_grad=True)
+    with streamlap.use_runtime("sim", schedule="lazy"):  # no copy ends before somebody waits
+        offload = offload_activations(min_bytes=1)
+        with offload:
+            loss = chain(x, 300)
+        asked.clear()
+        loss.backward()
+        assert offload.stats()["fetched"] == 0
+    assert len(asked) < 3 * 300
 
 
 def test_a_producer_that_is_late_is_waited_for(where, monkeypatch):

@@ -61,12 +61,14 @@ class _Blocks(threading.local):
         open: the hooks of each, and when it began.
         choice: what the outermost takes; None if that is not measured.
         least: smaller tensors stay.
+        saved: bytes of all tensors that were saved in the outermost.
     """
 
     def __init__(self, least: int) -> None:
         self.open: list[tuple[torch.autograd.graph.saved_tensors_hooks, Mark | None]] = []
         self.choice: Choice | None = None
         self.least = least
+        self.saved = 0
 
 
 def offload_activations(
@@ -150,9 +152,11 @@ class ActivationOffload:
         self._leaving: Window[Leaving] = Window()
         self._arriving: Window[streamlap.Transfer] = Window(2)  # one is ahead, the host another
         self._here: Window[weakref.ref[Offloaded]] = Window(2)
-        self._died: deque[int] = deque()  # destructors take no lock
+        self._died: deque[Leaving] = deque()  # destructors take no lock
+        self._orphans: deque[Leaving] = deque()
         self._warned = False
         self._task = -1
+        self._tasks: set[int] = set()  # whose ends are waited for
         self._count = {"moved": 0, "moved_bytes": 0, "shared": 0, "stayed": 0, "fetched": 0}
         self._held = self._peak = 0
         self._arguments = ("hide" if isinstance(budget, Pace) else budget, min_bytes, keep)
@@ -171,7 +175,7 @@ class ActivationOffload:
         hooks.__enter__()  # after it nothing fails: nobody would take the hooks away
         blocks.open.append((hooks, begin))
         if choice is not None:
-            blocks.choice, blocks.least = choice, choice.least
+            blocks.choice, blocks.least, blocks.saved = choice, choice.least, 0
         return self
 
     @uncompiled
@@ -190,7 +194,7 @@ class ActivationOffload:
         if error[0] is None and choice.seen and self._pace is not None and begin is not None:
             with self._lock:
                 self._spread.end(choice)
-                self._pace.block(begin, mark())
+                self._pace.block(begin, mark(), blocks.saved)
 
     def stats(self) -> dict[str, int]:
         """Return the figures so far.
@@ -200,7 +204,6 @@ class ActivationOffload:
         alone. ``held_bytes`` are on the host now, ``peak_bytes`` at most so far. Thread-safe.
         """
         with self._lock:
-            self._forget()
             return self._count | {"held_bytes": self._in_use(), "peak_bytes": self._peak}
 
     # -- forward
@@ -208,10 +211,13 @@ class ActivationOffload:
     @uncompiled
     def _pack(self, tensor: torch.Tensor) -> Saved | _Moved:
         # This is called for every tensor that is saved: what lets most of them stay comes first.
-        if _has_size(tensor) and tensor.nbytes >= self._blocks.least:
-            span = _movable_range(tensor)
-            if span is not None and not (self._keep is not None and self._keep(tensor)):
-                return self._offered(tensor, *span)
+        if _has_size(tensor):
+            nbytes, blocks = tensor.nbytes, self._blocks
+            blocks.saved += nbytes
+            if nbytes >= blocks.least:
+                span = _movable_range(tensor)
+                if span is not None and not (self._keep is not None and self._keep(tensor)):
+                    return self._offered(tensor, *span)
         with self._lock:
             self._count["stayed"] += 1
         return saved_version(tensor, tensor.detach())  # the tensor itself would hold its own graph
@@ -250,9 +256,7 @@ class ActivationOffload:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
     ) -> Offloaded | None:
         if self._budget is not None and self._in_use() + nbytes > self._budget:
-            self._forget()
-            if self._in_use() + nbytes > self._budget:
-                return None
+            return None
         choice = self._blocks.choice
         if self._pace is not None and (choice is None or not choice.takes(tensor.nbytes, nbytes)):
             return None
@@ -296,7 +300,17 @@ class ActivationOffload:
 
     def _forget(self) -> None:
         """Let go of copies for nobody, as of a graph that was dropped, that are done."""
-        self._leaving.drop(lambda one: one.memory() is None and one.left())
+        while self._died:
+            leaving = self._died.popleft()
+            self._held -= leaving.nbytes
+            if leaving.orphan is not None:
+                self._orphans.append(leaving)
+        # Copies end in the order of sending, and users die in that order, or in the reverse.
+        orphans = self._orphans
+        while orphans and orphans[-1].left():
+            orphans.pop().orphan = None
+        while orphans and orphans[0].left():
+            orphans.popleft().orphan = None
 
     def _note_pace(self, memory: Offloaded) -> None:
         if self._pace is not None and not memory.measured:
@@ -305,9 +319,8 @@ class ActivationOffload:
 
     def _in_use(self) -> int:
         """Return the bytes on the host, those included that are copied for nobody any more."""
-        while self._died:
-            self._held -= self._died.popleft()
-        return self._held + self._leaving.nbytes(lambda one: one.orphan is not None)
+        self._forget()
+        return self._held + sum(leaving.nbytes for leaving in self._orphans)
 
     # -- backward
 
@@ -346,19 +359,23 @@ class ActivationOffload:
     def _expect_the_end(self) -> bool:
         """Let the end of this backward let go of what it has fetched; False: there is none."""
         task = current_task()
-        if task not in (-1, self._task):
-            self._task = task
+        if task == -1:
+            return False
+        self._task = task
+        if task not in self._tasks:  # one may come back to it after another within it
+            self._tasks.add(task)
             begin = mark() if self._pace is not None and self._pace.learns() else None
-            End(lambda inside: self._end(None if inside else begin), self._fail)
-        return task != -1
+            End(lambda inside: self._end(task, None if inside else begin), lambda: self._fail(task))
+        return True
 
-    def _end(self, begin: Mark | None) -> None:
+    def _end(self, task: int, begin: Mark | None) -> None:
         with self._lock:
+            self._tasks.discard(task)
             if self._pace is not None and begin is not None:
                 self._pace.backward(begin, mark())
             self._arriving.clear()
             self._forget()
-            under_way = [one.orphan for one in self._leaving if one.orphan is not None]
+            under_way = [one.orphan for one in self._orphans if one.orphan is not None]
         # Nobody may call again for long.
         me = weakref.ref(self)
 
@@ -371,8 +388,9 @@ class ActivationOffload:
         for copy in under_way:
             copy.add_done_callback(forget)
 
-    def _fail(self) -> None:
+    def _fail(self, task: int) -> None:
         with self._lock:
+            self._tasks.discard(task)
             self._arriving.clear()
 
     def _fetch_ahead(self, position: int) -> None:

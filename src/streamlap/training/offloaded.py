@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -32,9 +31,6 @@ class Window(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __iter__(self) -> Iterator[T]:
-        return iter([item for item, _nbytes in self._items])
-
     def add(self, item: T, nbytes: int) -> None:
         """Add one as the youngest."""
         self._items.append((item, nbytes))
@@ -49,17 +45,6 @@ class Window(Generic[T]):
         item, nbytes = self._items.popleft()
         self._bytes -= nbytes
         return item
-
-    def nbytes(self, which: Callable[[T], bool]) -> int:
-        """Return the bytes of some of them."""
-        return sum(nbytes for item, nbytes in self._items if which(item))
-
-    def drop(self, which: Callable[[T], bool]) -> None:
-        """Take some of them out."""
-        items = [pair for pair in self._items if not which(pair[0])]
-        if len(items) < len(self._items):
-            self._items = deque(items)
-            self._bytes = sum(nbytes for _item, nbytes in items)
 
     def clear(self) -> None:
         """Forget them all."""
@@ -76,12 +61,14 @@ class Leaving:
 
     Attributes:
         memory: what is copied, weakly.
+        nbytes: of it.
         orphan: the copy, if it was under way when the last user of the memory died: what it reads
             and writes is in use until it is done.
     """
 
     def __init__(self, memory: Offloaded) -> None:
         self.memory = weakref.ref(memory)
+        self.nbytes = memory.nbytes
         self.orphan: streamlap.Transfer | None = None
 
     def left(self) -> bool:
@@ -124,7 +111,7 @@ class Offloaded:
         storage: torch.UntypedStorage,
         first: int,
         nbytes: int,
-        died: deque[int],
+        died: deque[Leaving],
         timed: bool | None = None,
     ) -> None:
         self.root = weakref.ref(root_of(tensor))
@@ -136,7 +123,7 @@ class Offloaded:
         self._memory = MemoryRef(storage)  # so that no other storage gets its identity
         self.device = tensor.device
         self._taken = 0
-        self._died: deque[int] | None = None
+        self._died: deque[Leaving] | None = None
         self._back: streamlap.Transfer | None = None
         self._stream: int | None = None
         # Backward may run in a thread of autograd's, which has no context of the caller's.
@@ -153,10 +140,10 @@ class Offloaded:
     def __del__(self) -> None:
         if self._died is None:
             return
-        self._died.append(self.nbytes)
         with contextlib.suppress(Exception):  # in a forked child nothing can be asked
             if self.source is not None and not self.out.done():
                 self.leaving.orphan = self.out
+        self._died.append(self.leaving)
 
     def left(self) -> bool:
         """Return whether the copy to the host is done."""

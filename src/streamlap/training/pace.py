@@ -30,7 +30,8 @@ LONGER = 0.01
 """Of forward and backward: what is not longer by so much is as long."""
 
 PLAINLY = 0.04
-"""Longer by so much is seen in one block; else the shorter of two counts."""
+"""Longer by so much is too long; shorter by so much is seen in one block, else the shorter of two
+counts."""
 
 CHANGE = 0.05
 """Of the budget: one that follows each measurement would have other tensors moved in each step."""
@@ -84,8 +85,8 @@ class _Point:
         return float(self.event.elapsed_time(end.event)) / 1e3
 
 
-_Noted = tuple[Mark, Mark, int | None]
-"""Begin and end, and the term that it was of; None: the first of one."""
+_Noted = tuple[Mark, Mark, int | None, int]
+"""Begin and end, the term that it was of (None: the first of one), and the bytes saved in it."""
 
 
 def mark() -> Mark:
@@ -101,28 +102,32 @@ class Pace:
     What the link carries in that time is only the first guess. A block may save most of its bytes
     in a part of the time, the host may have no time to spare, or the way back takes longer; and the
     first blocks of a process are long. So forward and backward are compared: as long as moving
-    less makes them shorter, less is moved.
+    less makes them shorter, less is moved. They are compared by the byte that was saved, so that
+    larger batches among smaller ones mean nothing.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[_Noted] = []
-        self._backwards: list[_Noted] = []
+        # Some: there may be backwards without end, and no block that asks.
+        self._blocks: deque[_Noted] = deque(maxlen=RECENT)
+        self._backwards: deque[_Noted] = deque(maxlen=RECENT)
         self._times: deque[float] = deque(maxlen=RECENT)
-        self._times_back: deque[float] = deque(maxlen=RECENT)
-        self._measured = 0
         self._budget = 0
         self._bytes = 0
         self._seconds = 0.0
         # A term: as long as the budget is the same. Its first block makes page-locked memory.
         self._term = 0
         self._blocks_of_term = 0
-        self._of_term: tuple[list[float], list[float]] = ([], [])
         self._share = SHARES[0]
         self._compared: tuple[float, float] | None = None  # with the share and time of before
         self._learns = True
+        # Seconds a byte, of forward and backward.
+        self._saved = 1
+        self._lately = (deque[float](maxlen=RECENT), deque[float](maxlen=RECENT))
+        self._of_term: tuple[list[float], list[float]] = ([], [])
 
-    def block(self, begin: Mark, end: Mark) -> None:
-        """Note a block that was run."""
+    def block(self, begin: Mark, end: Mark, saved: int = 1) -> None:
+        """Note a block that was run, and the bytes of all tensors that it has saved."""
+        self._saved = saved
         self._note(self._blocks, begin, end, self._blocks_of_term == 0)
         self._blocks_of_term += 1
 
@@ -130,9 +135,9 @@ class Pace:
         """Note a backward that was run: the last block's, most likely."""
         self._note(self._backwards, begin, end, self._blocks_of_term <= 1)
 
-    def _note(self, into: list[_Noted], begin: Mark, end: Mark, first: bool) -> None:
+    def _note(self, into: deque[_Noted], begin: Mark, end: Mark, first: bool) -> None:
         if begin.clock == end.clock:  # else a GPU came into use in it, or it went to another
-            into.append((begin, end, None if first else self._term))
+            into.append((begin, end, None if first else self._term, self._saved))
 
     def copied(self, nbytes: int, seconds: float) -> None:
         """Note a copy, and the time that it took on the link."""
@@ -150,13 +155,13 @@ class Pace:
 
     def budget(self) -> int:
         """Return the bytes that can go while such a block runs; small changes are left out."""
-        self._measured += self._take(self._blocks, self._times, 0)
-        self._take(self._backwards, self._times_back, 1)
-        if self._measured < PROBES or not self.knows_link():
+        self._times.extend(self._take(self._blocks, 0))
+        self._take(self._backwards, 1)
+        if len(self._times) < PROBES or not self.knows_link():
             return PROBE
-        if self._budget and self._learns:
+        if self._term and self._learns:
             self._learn()
-        budget = int(self._share * min(self._times) * self._rate())
+        budget = int(self._share * min(self._times) * self._bytes / self._seconds)
         if abs(budget - self._budget) > CHANGE * self._budget:
             self._budget = budget
             self._term += 1
@@ -164,57 +169,60 @@ class Pace:
             self._of_term = ([], [])
         return self._budget
 
-    def _rate(self) -> float:
-        return self._bytes / self._seconds
-
-    def _take(self, noted: list[_Noted], times: deque[float], which: int) -> int:
-        """Take the times of those that are over; return how many."""
-        count = 0
+    def _take(self, noted: deque[_Noted], which: int) -> list[float]:
+        """Take the times of those that are over."""
+        times = []
         while noted and noted[0][1].passed():
-            begin, end, term = noted.pop(0)
-            times.append(begin.until(end))
+            begin, end, term, saved = noted.popleft()
+            seconds = begin.until(end)
+            if seconds <= 0:  # of two streams: it tells nothing
+                continue
+            times.append(seconds)
+            self._lately[which].append(seconds / saved)
             if term == self._term:
-                self._of_term[which].append(times[-1])
-            count += 1
-        return count
+                self._of_term[which].append(seconds / saved)
+        return times
 
     def _learn(self) -> None:
         """Compare this term's times with those of before, and change the share."""
         forward, backward = self._of_term
-        if not forward or (self._times_back and not backward):
+        if not forward or (self._lately[1] and not backward):
             return
         now = min(forward) + min(backward, default=0.0)
-        shortest = min(self._times) + min(self._times_back, default=0.0)
-        plainly_long = now - shortest > PLAINLY * shortest
+        shortest = sum(min(times, default=0.0) for times in self._lately)
         plainly_less = self._compared is not None and now < (1 - PLAINLY) * self._compared[1]
-        if len(forward) < 2 and not (plainly_long or plainly_less):
-            return
+        if len(forward) < 2 and not plainly_less:
+            return  # any block may be longer once
+        too_long = (now - shortest) / shortest
         if self._compared is None:
-            if not plainly_long:
+            if too_long <= PLAINLY:
                 self._try(SHARES[1], now)
             else:
-                self._try_less(now, shortest)
+                self._try_less(now, too_long)
             return
         share, before = self._compared
         if self._share > share:
-            if now - before <= LONGER * before:
+            if now <= (1 + LONGER) * before:
                 self._learns = False
             else:
                 self._share = share
-                self._try_less(before, shortest)
-        elif before - now > LONGER * before:
-            self._try_less(now, shortest)
-        else:
+                self._try_less(before, too_long)
+        elif now >= (1 - LONGER) * before:  # it was something else
             self._share, self._learns = share, False
+        elif self._share > 0:
+            self._try_less(now, too_long)
+        else:
+            self._learns = False
 
     def _try(self, share: float, now: float) -> None:
         self._compared = (self._share, now)
         self._share = share
 
-    def _try_less(self, now: float, shortest: float) -> None:
-        """Try what would hide if all that is too long were copies."""
-        hidden = self._share * min(self._times)
-        left = 1 - (now - shortest) / hidden
-        self._try(self._share * min(max(left, LESS[0]), LESS[1]), now)
-        if self._budget < PROBE // 2:
-            self._share, self._learns = 0.0, False
+    def _try_less(self, now: float, too_long: float) -> None:
+        """Try what would hide if all that is too long were copies; nothing, where that is little.
+
+        ``too_long``: a part of forward and backward, which is some three times forward.
+        """
+        left = 1 - 3 * too_long / self._share
+        less = self._share * min(max(left, LESS[0]), LESS[1])
+        self._try(less if self._budget >= PROBE // 2 else 0.0, now)
