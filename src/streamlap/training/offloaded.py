@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import weakref
 from collections import deque
@@ -62,8 +61,8 @@ class Leaving:
     Attributes:
         memory: what is copied, weakly.
         nbytes: of it.
-        orphan: the copy, if it was under way when the last user of the memory died: what it reads
-            and writes is in use until it is done.
+        orphan: the copy, if it was not known to be done when the last user of the memory died: what
+            it reads and writes is in use until it is.
     """
 
     def __init__(self, memory: Offloaded) -> None:
@@ -140,9 +139,9 @@ class Offloaded:
     def __del__(self) -> None:
         if self._died is None:
             return
-        with contextlib.suppress(Exception):  # in a forked child nothing can be asked
-            if self.source is not None and not self.out.done():
-                self.leaving.orphan = self.out
+        # The copy is not asked whether it is done: at the end of the process nobody may answer.
+        if self.source is not None:
+            self.leaving.orphan = self.out
         self._died.append(self.leaving)
 
     def left(self) -> bool:
